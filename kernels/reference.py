@@ -70,7 +70,9 @@ def uniform(words: Tensor) -> Tensor:
 
 def coin(seed: int, position: int, base_len: int) -> float:
     """The accept coin of a position: u in (0, 1), a float32 value."""
-    words = philox_words(seed, torch.zeros(1, dtype=torch.int64), position, base_len, Purpose.ACCEPT)
+    words = philox_words(
+        seed, torch.zeros(1, dtype=torch.int64), position, base_len, Purpose.ACCEPT
+    )
     return float(uniform(words[0, 0]))
 
 
@@ -113,7 +115,7 @@ def race(
 
 
 def lowest_argmax(values: Tensor) -> int:
-    """Index of the largest value of a 1-d tensor, the lowest index on ties (torch leaves it open)."""
+    """Index of the largest value of a 1-d tensor, the lowest on ties (torch leaves it open)."""
     return int((values == values.max()).nonzero()[0, 0])
 
 
@@ -166,8 +168,10 @@ def penalize(
     return row
 
 
-def shape(logits: Tensor, shaping: Shaping, vocab_size: int, suppressed: Sequence[int] = ()) -> Tensor:
-    """Turn penalised logits into the row that is sampled: weights [width], zero outside the support.
+def shape(
+    logits: Tensor, shaping: Shaping, vocab_size: int, suppressed: Sequence[int] = ()
+) -> Tensor:
+    """Turn penalised logits into the row that is sampled: weights [width], 0 off the support.
 
     Order: temperature, top-k, top-p on the renormalised survivors, min-p relative to the largest.
     Ids >= vocab_size (padding) and suppressed ids have weight 0. x survives top-k iff fewer than

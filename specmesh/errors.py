@@ -1,4 +1,4 @@
-"""Every error a caller or the network can cause: one class each, with its gRPC status and retry rule.
+"""Every error a caller or the network can cause: a class each, with gRPC status and retry rule.
 
 Knows no gRPC: `specmesh/rpc.py` maps classes to statuses and statuses back to the same class.
 `assert` is for our own bugs only. All arguments go to `Exception`, so errors survive pickling.

@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
-    """Chain tokens into a 64-bit digest, one splitmix64 step per token (Steele et al., OOPSLA'14)."""
+    """Chain tokens into a 64-bit digest, a splitmix64 step each (Steele et al., OOPSLA'14)."""
     for token in tokens:
         mixed = (digest + EMPTY_DIGEST * (token + 1)) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -90,8 +90,14 @@ class Ledger:
         return tuple((end, self._digests[end]) for end in ends)
 
     def check_update(
-        self, *, base_len: int, append_from: int, append: Sequence[int], num_accepted: int,
-        digest: int, resync: bool,
+        self,
+        *,
+        base_len: int,
+        append_from: int,
+        append: Sequence[int],
+        num_accepted: int,
+        digest: int,
+        resync: bool,
     ) -> None:
         """Raise unless `apply_update` with the same arguments would succeed. Changes nothing.
 
@@ -104,16 +110,20 @@ class Ledger:
                 field="prefix.base_len",
             )
         if base_len > self.max_len:
-            raise ContextTooLong(f"base_len {base_len} exceeds the session's max_len {self.max_len}")
+            raise ContextTooLong(
+                f"base_len {base_len} exceeds the session's max_len {self.max_len}"
+            )
         if num_accepted > self.num_pending:
             raise InvalidRequest(
                 f"num_accepted {num_accepted} exceeds the {self.num_pending} pending candidates",
                 field="prefix.num_accepted",
             )
         if append_from > self.confirmed_len:
-            raise self._mismatch(f"append_from {append_from} is past the confirmed length", digest)
+            raise self._mismatch(f"append_from {append_from} is past the prefix", digest)
         if append_from < self.confirmed_len and not resync:
-            raise self._mismatch(f"append_from {append_from} is inside the confirmed prefix", digest)
+            raise self._mismatch(
+                f"append_from {append_from} is inside the confirmed prefix", digest
+            )
         if not resync and self.num_pending and append_from + num_accepted > base_len:
             raise InvalidRequest(
                 f"num_accepted {num_accepted} exceeds the {len(append)} appended tokens",
@@ -124,8 +134,14 @@ class Ledger:
             raise self._mismatch(f"digest {found:#018x} at length {base_len}", digest)
 
     def apply_update(
-        self, *, base_len: int, append_from: int, append: Sequence[int], num_accepted: int,
-        digest: int, resync: bool,
+        self,
+        *,
+        base_len: int,
+        append_from: int,
+        append: Sequence[int],
+        num_accepted: int,
+        digest: int,
+        resync: bool,
     ) -> None:
         """Bring the confirmed prefix to base_len and move the K/V boundary. Raises as the check.
 
@@ -133,8 +149,12 @@ class Ledger:
         where it was written; everything past it is dropped. A resync truncates first.
         """
         self.check_update(
-            base_len=base_len, append_from=append_from, append=append,
-            num_accepted=num_accepted, digest=digest, resync=resync,
+            base_len=base_len,
+            append_from=append_from,
+            append=append,
+            num_accepted=num_accepted,
+            digest=digest,
+            resync=resync,
         )
         if append_from < self.confirmed_len:
             self.truncate(append_from)
