@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -289,7 +290,8 @@ def load_settings(cls: type[S], argv: Sequence[str]) -> S:
     except (ValidationError, SettingsError) as error:
         raise ConfigError(_describe(error)) from error
     if own.print_config:
-        parser.exit(0, settings.model_dump_json(indent=2) + "\n")
+        sys.stdout.write(settings.model_dump_json(indent=2) + "\n")
+        raise SystemExit(0)
     return settings
 
 
