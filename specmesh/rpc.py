@@ -1,0 +1,388 @@
+"""gRPC plumbing of every process: servers, channels, health, and errors across the wire.
+
+Owns the channel and server options (explicit limits, keepalive, no proxies) and the one mapping
+between `specmesh/errors.py` and gRPC statuses, in both directions and to the same class. Knows no
+message of the product except `CommandError`, which carries an error inside a link frame. Options
+and their reasons: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html; canonical statuses:
+google/rpc/code.proto; details: google/rpc/error_details.proto.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from protos.specmesh.v1 import session_pb2
+from specmesh.errors import (
+    BY_REASON,
+    MAX_DETAIL_BYTES,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotReady,
+    PermissionDenied,
+    PrefixMismatch,
+    SessionNotFound,
+    SpecmeshError,
+    TooBusy,
+    Unauthenticated,
+)
+
+logger = logging.getLogger(__name__)
+aio_health: Any = health.aio  # type: ignore[attr-defined]  # missing from its stub
+
+ERROR_DOMAIN = "specmesh"
+DETAILS_KEY = "grpc-status-details-bin"
+# The text travels twice (grpc-message and details); half each keeps both within the limit.
+MAX_MESSAGE_TEXT_BYTES = MAX_DETAIL_BYTES // 2
+MAX_METADATA_BYTES = 32 * 1024
+
+# Health names beside the services' own: probes ask for these two.
+READINESS = "readiness"
+LIVENESS = "liveness"
+
+Options = list[tuple[str, int | str]]
+
+
+@dataclass(frozen=True, slots=True)
+class RpcLimits:
+    """Explicit limits of a server or channel. gRPC's own defaults (4 MiB) are not relied upon.
+
+    max_message_bytes caps both directions: a memory guard, so never -1. keepalive_*: a peer that
+    answers no ping within keepalive_timeout_s is gone. max_concurrent_rpcs is a backstop only;
+    admission is the services' own.
+    """
+
+    max_message_bytes: int = 64 * 1024 * 1024
+    keepalive_time_s: float = 20.0
+    keepalive_timeout_s: float = 5.0
+    max_concurrent_rpcs: int = 4096
+    max_reconnect_backoff_s: float = 2.0
+
+
+def _shared_options(limits: RpcLimits) -> Options:
+    return [
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", int(limits.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(limits: RpcLimits) -> Options:
+    """Options of a server: it tolerates the channels' pings and never shares its port."""
+    return [
+        *_shared_options(limits),
+        # Strikes end in GOAWAY too_many_pings, which kills every call in flight.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent second listener
+    ]
+
+
+def channel_options(limits: RpcLimits) -> Options:
+    """Options of a channel: no proxy from the environment, quick reconnects, unary retries."""
+    retry = {
+        "maxAttempts": 3,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    # Only idempotent unary calls: a stream is committed at its first message.
+    names = [
+        {"service": f"specmesh.v1.{service}", "method": "GetInfo"}
+        for service in ("DraftService", "TargetService", "GenerationService")
+    ]
+    service_config = {"methodConfig": [{"name": names, "retryPolicy": retry}]}
+    return [
+        *_shared_options(limits),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", int(limits.max_reconnect_backoff_s * 1000)),
+        ("grpc.service_config", json.dumps(service_config)),
+    ]
+
+
+def create_channel(
+    address: str, limits: RpcLimits, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
+    """A channel to `host:port`; plaintext unless credentials are given. The caller closes it.
+
+    Channels made with equal options share a connection pool of subchannels within a process.
+    """
+    options = channel_options(limits)
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def create_server(limits: RpcLimits) -> grpc.aio.Server:
+    """A server whose specmesh methods may raise `SpecmeshError`: it reaches the caller as such."""
+    return grpc.aio.server(
+        interceptors=(ErrorMapping(),),
+        options=server_options(limits),
+        maximum_concurrent_rpcs=limits.max_concurrent_rpcs,
+    )
+
+
+def bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """Listen on `host:port` (port 0: any free one) and return the port.
+
+    Raises ConfigError when the address cannot be bound.
+    """
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(address, credentials)
+        else:
+            port = server.add_insecure_port(address)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot listen on {address}: is the port taken? ({error})") from error
+    if port == 0:
+        raise ConfigError(f"cannot listen on {address}: is the port taken?")
+    return int(port)
+
+
+class Health:
+    """grpc.health.v1 of one process: `liveness` at once, everything else when it is ready."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        """`services`: full names, for instance "specmesh.v1.DraftService"."""
+        self._servicer = aio_health.HealthServicer()
+        self._names = ("", READINESS, *services)
+
+    async def attach(self, server: grpc.aio.Server) -> None:
+        """Serve on `server` (several servers may share one Health). Ready is false at first."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        await self._servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(ready=False)
+
+    async def set_ready(self, *, ready: bool) -> None:
+        """Announce readiness, or its end (draining, a lost device). Liveness stays."""
+        serving = health_pb2.HealthCheckResponse
+        status = serving.SERVING if ready else serving.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, status)
+
+
+def enable_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """Let grpcurl and the like list `services`, health and reflection itself."""
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+# ---------------------------------------------------------------- errors -> wire
+
+
+def cut(text: str, max_bytes: int = MAX_MESSAGE_TEXT_BYTES) -> str:
+    """At most `max_bytes` bytes of UTF-8, never splitting a character."""
+    encoded = text.encode()
+    if len(encoded) <= max_bytes:
+        return text
+    return encoded[: max_bytes - 3].decode(errors="ignore") + "..."
+
+
+def status_of(error: SpecmeshError) -> status_pb2.Status:
+    """The rich status of an error: ErrorInfo always, RetryInfo and BadRequest where they apply."""
+    message = cut(error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
+    if isinstance(error, PrefixMismatch):
+        info.metadata["confirmed_len"] = str(error.confirmed_len)
+    details: list[Any] = [info]
+    if error.retry_after_s > 0:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(retry)
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=cut(error.field, 256), description=cut(error.message, 512)
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecmeshError) -> NoReturn:
+    """End the call with the error's rich status. Does not return."""
+    aio_context: Any = context  # its stub lacks abort_with_status
+    await aio_context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort_with_status returned")
+
+
+class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Maps errors that a specmesh method raises to rich statuses: one wrap a call, none a message.
+
+    Anything that is not a `SpecmeshError` is a bug: INTERNAL for the caller, traceback in the log.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the behaviour of one specmesh method; others pass untouched."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/specmesh."):
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(_mapped(handler.unary_unary), **codecs)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(_mapped(handler.unary_stream), **codecs)
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(_mapped(handler.stream_stream), **codecs)
+        return handler
+
+
+def _mapped(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def generating(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[Any]:
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - the one place that maps every error
+                await _abort_any(context, error)
+
+        return generating
+
+    async def calling(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:  # noqa: BLE001 - the one place that maps every error
+            await _abort_any(context, error)
+
+    return calling
+
+
+async def _abort_any(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, SpecmeshError):
+        await abort(context, error)
+    logger.error("call failed on a bug", exc_info=error)
+    await abort(context, InternalError(f"unexpected {type(error).__name__}; see the service's log"))
+
+
+def error_to_message(error: SpecmeshError) -> session_pb2.CommandError:
+    """An error of one session's command, as it travels inside a link frame."""
+    message = session_pb2.CommandError(
+        reason=error.reason,
+        message=cut(error.message),
+        field=cut(error.field, 256),
+        retry_after_us=round(error.retry_after_s * 1e6),
+    )
+    if isinstance(error, PrefixMismatch):
+        message.confirmed_len = error.confirmed_len
+        message.page_digests.extend(
+            session_pb2.PageDigest(prefix_len=length, digest=digest)
+            for length, digest in error.page_digests
+        )
+    return message
+
+
+# ---------------------------------------------------------------- wire -> errors
+
+# What a bare status means, where the peer (or gRPC itself) attached no ErrorInfo of ours.
+_BARE_STATUS: dict[grpc.StatusCode, type[SpecmeshError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: SessionNotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooBusy,
+    grpc.StatusCode.UNAVAILABLE: NotReady,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+
+
+def _rebuild(
+    reason: str, message: str, field: str, retry_after_s: float, **facts: Any
+) -> SpecmeshError:
+    """The class a reason names. An unknown reason (a newer peer) is an InternalError naming it."""
+    cls = BY_REASON.get(reason)
+    if cls is None:
+        return InternalError(f"{reason}: {message}", field=field, retry_after_s=retry_after_s)
+    if issubclass(cls, PrefixMismatch):
+        return cls(message, field=field, retry_after_s=retry_after_s, **facts)
+    return cls(message, field=field, retry_after_s=retry_after_s)
+
+
+def error_from_message(message: session_pb2.CommandError) -> SpecmeshError:
+    """The error a `CommandError` carries, as the class that was raised."""
+    return _rebuild(
+        message.reason,
+        message.message,
+        message.field,
+        message.retry_after_us / 1e6,
+        confirmed_len=message.confirmed_len,
+        page_digests=tuple((page.prefix_len, page.digest) for page in message.page_digests),
+    )
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> SpecmeshError:
+    """The error a call failed with, as the class raised; a bare status maps by its code."""
+    text = error.details() or error.code().name
+    status = _rich_status(error)
+    if status is None:
+        return _BARE_STATUS.get(error.code(), InternalError)(f"{error.code().name}: {text}")
+    info, retry, bad = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.RetryInfo(),
+        error_details_pb2.BadRequest(),
+    )
+    for detail in status.details:
+        for target in (info, retry, bad):
+            if detail.Is(target.DESCRIPTOR):
+                detail.Unpack(target)
+    if info.domain != ERROR_DOMAIN:
+        return _BARE_STATUS.get(error.code(), InternalError)(f"{error.code().name}: {text}")
+    confirmed = info.metadata.get("confirmed_len", "0")
+    return _rebuild(
+        info.reason,
+        status.message,
+        bad.field_violations[0].field if bad.field_violations else "",
+        retry.retry_delay.ToNanoseconds() / 1e9,
+        confirmed_len=int(confirmed) if confirmed.isdecimal() else 0,
+    )
+
+
+def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    # rpc_status.from_call does not take an AioRpcError, hence by hand.
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(bytes(value))
+            except DecodeError:  # a peer's garbage; the bare status still speaks
+                return None
+    return None
