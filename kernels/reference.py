@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from kernels.streams import (
     WEYL_1,
     WORD_MASK,
     Purpose,
+    philox,
 )
 
 Row = Any  # Tensor [vocab_size], or a numpy object array of Fractions
@@ -43,20 +45,28 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
     """Vectorised Philox 4x32-10 (Salmon et al., SC'11) over counter word 0.
 
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
-    int64 products wrap modulo 2**64, which leaves both 32-bit halves of the product right.
+    In numpy, in place: torch has no full uint64 arithmetic, and this is the hot loop of a CPU draw.
     """
-    c0 = word0.to(torch.int64)
-    c1 = torch.full_like(c0, position & WORD_MASK)
-    c2 = torch.full_like(c0, base_len & WORD_MASK)
-    c3 = torch.full_like(c0, int(purpose))
+    c0 = word0.numpy().astype(np.uint64)
+    c1 = np.full_like(c0, position & WORD_MASK)
+    c2 = np.full_like(c0, base_len & WORD_MASK)
+    c3 = np.full_like(c0, int(purpose))
+    product_0, product_1 = np.empty_like(c0), np.empty_like(c0)
+    low, high = np.uint64(WORD_MASK), np.uint64(32)
     k0, k1 = seed & WORD_MASK, (seed >> 32) & WORD_MASK
     for _ in range(NUM_ROUNDS):
-        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0 = ((product_1 >> 32) & WORD_MASK) ^ c1 ^ k0
-        c2 = ((product_0 >> 32) & WORD_MASK) ^ c3 ^ k1
-        c1, c3 = product_1 & WORD_MASK, product_0 & WORD_MASK
+        np.multiply(c0, np.uint64(MULTIPLIER_0), out=product_0)
+        np.multiply(c2, np.uint64(MULTIPLIER_1), out=product_1)
+        np.right_shift(product_1, high, out=c0)
+        c0 ^= c1
+        c0 ^= np.uint64(k0)
+        np.right_shift(product_0, high, out=c2)
+        c2 ^= c3
+        c2 ^= np.uint64(k1)
+        np.bitwise_and(product_1, low, out=c1)
+        np.bitwise_and(product_0, low, out=c3)
         k0, k1 = (k0 + WEYL_0) & WORD_MASK, (k1 + WEYL_1) & WORD_MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    return torch.from_numpy(np.stack((c0, c1, c2, c3), axis=-1).view(np.int64))
 
 
 def uniform(words: Tensor) -> Tensor:
@@ -70,25 +80,26 @@ def uniform(words: Tensor) -> Tensor:
 
 def coin(seed: int, position: int, base_len: int) -> float:
     """The accept coin of a position: u in (0, 1), a float32 value."""
-    words = philox_words(
-        seed, torch.zeros(1, dtype=torch.int64), position, base_len, Purpose.ACCEPT
-    )
-    return float(uniform(words[0, 0]))
+    word, _, _, _ = philox(seed, (0, position, base_len, Purpose.ACCEPT))
+    return float(uniform(torch.tensor(word)))
 
 
-def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
-    """Exponential race times E = -log1p(-u), float64 [n], one per token id (int64 [n], ascending).
+def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
+    """One uniform per token id (int64 [n], ascending), float32 [n].
 
-    Keyed by token id: the time of an id does not depend on which other ids run.
+    Keyed by token id: the uniform of an id does not depend on which other ids run.
     """
     first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
     if last - first < ids.numel():  # one call per four ids of the span
-        calls = torch.arange(first, last + 1)
-        own = philox_words(seed, calls, position, base_len, purpose).view(-1)[ids - 4 * first]
-    else:  # one call per id
-        words = philox_words(seed, ids >> 2, position, base_len, purpose)
-        own = words.gather(1, (ids & 3)[:, None])[:, 0]
-    return -torch.log1p(-uniform(own).to(torch.float64))
+        words = philox_words(seed, torch.arange(first, last + 1), position, base_len, purpose)
+        return uniform(words.view(-1).index_select(0, ids - 4 * first))
+    words = philox_words(seed, ids >> 2, position, base_len, purpose)  # one call per id
+    return uniform(words.gather(1, (ids & 3)[:, None])[:, 0])
+
+
+def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
+    """Exponential race times E = -log1p(-u) of token ids (int64 [n], ascending), float64 [n]."""
+    return -torch.log1p(-race_uniforms(seed, ids, position, base_len, purpose).to(torch.float64))
 
 
 def race(
@@ -106,12 +117,20 @@ def race(
     normaliser and no prefix sum, so batch, tile and support encoding cannot change the draw.
     Raises ValueError when no weight is positive.
     """
-    running = (weights > 0).nonzero()[:, 0]
-    if running.numel() == 0:
+    runners = torch.from_numpy(np.flatnonzero(weights.numpy() > 0))
+    if runners.numel() == 0:
         raise ValueError("a race needs at least one positive weight")
-    runners = running if ids is None else ids[running]
-    times = exponentials(seed, runners, position, base_len, purpose)
-    return int(runners[lowest_argmax(-(times / weights[running].to(torch.float64)))])
+    running = weights.index_select(0, runners).to(torch.float64)
+    token_ids = runners if ids is None else ids.index_select(0, runners)
+    uniforms = race_uniforms(seed, token_ids, position, base_len, purpose).to(torch.float64)
+    # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
+    # real finish need the logarithm. The winner and its ties are always among them.
+    bounds = uniforms / running
+    leader = bounds.argmin()
+    finish = -torch.log1p(-uniforms[leader]) / running[leader]
+    contenders = (bounds <= finish).nonzero()[:, 0]
+    times = -torch.log1p(-uniforms[contenders]) / running[contenders]
+    return int(token_ids[contenders[lowest_argmax(-times)]])
 
 
 def lowest_argmax(values: Tensor) -> int:
@@ -207,18 +226,17 @@ def shape(
 def _top_p_threshold(weights: Tensor, top_p: float) -> Tensor:
     """The smallest weight that nucleus truncation keeps: mass strictly above it < top_p * total.
 
-    Looks at growing prefixes of the descending order, so a peaked row costs no full sort.
+    Looks at the largest weights first: a peaked row costs no full sort.
     """
     bound = top_p * total(weights)
-    size = min(1024, weights.numel())
-    while True:
-        largest = torch.topk(weights, size).values
+    largest = torch.topk(weights, min(1024, weights.numel())).values
+    mass_through = largest.to(torch.float64).cumsum(0)
+    if bool(mass_through[-1] < bound):
+        largest = torch.from_numpy(np.sort(weights.numpy())[::-1].copy())
         mass_through = largest.to(torch.float64).cumsum(0)
-        beyond = (mass_through >= bound).nonzero()
-        if beyond.numel() or size == weights.numel():
-            index = int(beyond[0, 0]) if beyond.numel() else size - 1
-            return largest[index]
-        size = min(8 * size, weights.numel())
+    beyond = (mass_through >= bound).nonzero()
+    # None when top_p is so near 1 that rounding leaves the whole row below the bound: keep all.
+    return largest[beyond[0, 0]] if beyond.numel() else largest[-1]
 
 
 def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor, Tensor, float]:
@@ -227,14 +245,20 @@ def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor
     Done before the draw, so the truncated row *is* q: exact, at a cost in acceptance of at most
     the mass dropped. Returns (ids int64 ascending, weights at those ids, mass really dropped).
     """
-    size = min(max_ids, int((weights > 0).sum()))
-    values, ids = torch.topk(weights, size)
+    size = min(max_ids, int(torch.count_nonzero(weights)))
+    largest = torch.topk(weights, size).values
     row_total = float(total(weights))
-    mass_through = values.to(torch.float64).cumsum(0)
+    mass_through = largest.to(torch.float64).cumsum(0)
     enough = (mass_through >= (1.0 - dropped_mass) * row_total).nonzero()
-    kept = int(enough[0, 0]) + 1 if enough.numel() else size
-    ids = ids[:kept].sort().values
-    return ids, weights[ids], max(0.0, 1.0 - float(mass_through[kept - 1]) / row_total)
+    num_kept = int(enough[0, 0]) + 1 if enough.numel() else size
+    smallest = largest[num_kept - 1]
+    ids = torch.from_numpy(np.flatnonzero((weights >= smallest).numpy()))
+    surplus = ids.numel() - num_kept
+    if surplus:  # of ids tied at the smallest weight kept, the highest are dropped
+        kept = torch.ones_like(ids, dtype=torch.bool)
+        kept[(weights[ids] == smallest).nonzero()[-surplus:, 0]] = False
+        ids = ids[kept]
+    return ids, weights[ids], max(0.0, 1.0 - float(mass_through[num_kept - 1]) / row_total)
 
 
 def total(row: Row) -> Number:
@@ -243,9 +267,12 @@ def total(row: Row) -> Number:
     Sequential (cumsum) rather than pairwise: adding zeros changes nothing, so a sparse and a dense
     encoding of one row have the same total, bit for bit, on both sides of the wire.
     """
-    if isinstance(row, Tensor):
-        return row.to(torch.float64).cumsum(0)[-1]
-    return sum(row)
+    return exact(row).cumsum(0)[-1] if isinstance(row, Tensor) else sum(row)
+
+
+def exact(row: Row) -> Row:
+    """A row whose differences do not drown in rounding: float64 for tensors, others as they are."""
+    return row.to(torch.float64) if isinstance(row, Tensor) else row
 
 
 # ---------------------------------------------------------------- accept, residual, bonus
@@ -308,7 +335,7 @@ def decide(
         p_total, q_total = total(p), total(q)
         accepted = yield Coin(index, q[candidate] * p_total, p[candidate] * q_total)
         if not accepted:
-            surplus = p * q_total - q * p_total
+            surplus = exact(p) * q_total - exact(q) * p_total
             residual = surplus * (surplus > 0)
             weights = residual if bool((residual > 0).any()) else p
             recovered = yield Draw(index, Purpose.RESIDUAL, weights)
