@@ -45,18 +45,19 @@ class SideRecord:
 class RoundRecord:
     """One round of one session.
 
-    num_emitted: tokens the target or the coordinator decided, before stop rules cut any.
-    num_committed: tokens that reached the caller. closing: "recovered", "bonus", "stopped" (an
-    accepted stop token) or "plain" (k = 0). target_probs, draft_probs, overlaps: per judged
+    num_emitted: tokens decided, before stop rules cut any; num_committed: tokens that reached the
+    caller. num_judged: candidates judged (the accepted ones and the first rejected). closing:
+    "recovered", "bonus", "stopped" (an accepted stop token), or "plain" for every round with k = 0.
+    rule: "residual", "coupled" or "greedy". target_probs, draft_probs, overlaps: per judged
     candidate p(x), q(x) and sum(min(p, q)). emitted_argmax, emitted_max_probs: per emitted token.
-    num_judged: candidates judged (accepted ones and the first rejected). draft is None when no
-    draft took part; fallback then says why. content: only when the settings ask for it.
+    draft is None when no draft took part; `fallback` then says why, unless k = 0 was chosen.
     """
 
     session_id: str
     round_index: int
     base_len: int
     sample_index: int = 0
+    rule: str = "residual"
     num_draft_tokens: int = 0
     num_judged: int = 0
     num_accepted: int = 0
