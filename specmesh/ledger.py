@@ -61,6 +61,7 @@ class Ledger:
     allocated_len: int = 0
     num_pending: int = 0
     _written_len: int = 0
+    _preempted: bool = False
     _digests: list[int] = field(default_factory=lambda: [EMPTY_DIGEST])
 
     @property
@@ -101,8 +102,8 @@ class Ledger:
     ) -> None:
         """Raise unless `apply_update` with the same arguments would succeed. Changes nothing.
 
-        Raises InvalidRequest (lengths that contradict each other), ContextTooLong, StaleRound (a
-        base behind the confirmed prefix without resync) or PrefixMismatch (a gap, or other tokens).
+        Raises InvalidRequest (lengths that contradict each other), ContextTooLong or PrefixMismatch
+        (a gap, a start inside the confirmed prefix without resync, or other tokens).
         """
         if base_len != append_from + len(append):
             raise InvalidRequest(
@@ -124,7 +125,7 @@ class Ledger:
             raise self._mismatch(
                 f"append_from {append_from} is inside the confirmed prefix", digest
             )
-        if not resync and self.num_pending and append_from + num_accepted > base_len:
+        if append_from == self.confirmed_len and num_accepted > len(append):
             raise InvalidRequest(
                 f"num_accepted {num_accepted} exceeds the {len(append)} appended tokens",
                 field="prefix.num_accepted",
@@ -166,10 +167,9 @@ class Ledger:
         """End the round in flight: K/V of accepted candidates is valid, of the others dropped."""
         assert num_accepted <= self.num_pending
         self.kv_len = max(self.kv_len, min(self._written_len, self.confirmed_len + num_accepted))
-        if not self.num_pending:
-            self.kv_len = min(self.kv_len, self.confirmed_len)
         self._written_len = self.kv_len
         self.num_pending = 0
+        self._preempted = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Confirm tokens. No K/V is written by this."""
@@ -190,11 +190,16 @@ class Ledger:
         self.kv_len = min(self.kv_len, prefix_len)
         self._written_len = self.kv_len
         self.num_pending = 0
+        self._preempted = False
 
     def begin_round(self, num_candidates: int) -> None:
-        """Open a round past the confirmed prefix with this many candidates."""
-        assert not self.num_pending, "a round is in flight"
+        """Open a round past the confirmed prefix with this many candidates.
+
+        A round that preemption interrupted is opened again.
+        """
+        assert not self.num_pending or self._preempted, "a round is in flight"
         self.num_pending = num_candidates
+        self._preempted = False
 
     def wrote(self, written_len: int) -> None:
         """K/V of positions [0, written_len) is written; what is confirmed of it is valid."""
@@ -204,11 +209,14 @@ class Ledger:
         self.kv_len = max(self.kv_len, min(written_len, self.confirmed_len))
 
     def drop_kv(self, kv_len: int = 0) -> None:
-        """Preemption: the K/V from kv_len on is gone, the confirmed prefix stays."""
+        """Preemption: the K/V from kv_len on is gone, the confirmed prefix stays.
+
+        Candidates stay pending: their outcome may still be told, though no K/V of theirs is left.
+        """
         self.kv_len = min(self.kv_len, kv_len)
         self._written_len = self.kv_len
         self.allocated_len = 0 if kv_len == 0 else self.allocated_len
-        self.num_pending = 0
+        self._preempted = True
 
     def advance_epoch(self, epoch: int) -> None:
         """Enter a newer epoch. Raises StaleRound when it is not newer."""
@@ -219,8 +227,7 @@ class Ledger:
     def check(self) -> None:
         """Assert the invariants of DESIGN section 4."""
         assert self.kv_len <= self.confirmed_len <= self.max_len, self.boundaries
-        assert self.kv_len <= self._written_len <= max(self.allocated_len, self.kv_len)
-        assert self.kv_len <= self.allocated_len or self.kv_len == 0, self.boundaries
+        assert self.kv_len <= self._written_len <= self.allocated_len, self.boundaries
         assert len(self._digests) == self.confirmed_len + 1
 
     def _mismatch(self, found: str, digest: int) -> PrefixMismatch:
