@@ -1,0 +1,33 @@
+"""Launch configurations: one checked-in table per architecture and kernel, made by offline sweeps.
+
+Nothing is tuned while serving: a row is a decision, so a graph captured twice holds the same
+launches. The modules here hold the tables; sizes that belong to a kernel's numeric contract are
+defined by the kernel and are the same in every row.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when decorating
+
+
+@cache
+def _capability(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def architecture(device: torch.device) -> str:
+    """Table key of a device: "sm_90", ..., or "cpu" (the interpreter).
+
+    Raises RuntimeError for CPU tensors where Triton does not interpret.
+    """
+    if device.type == "cuda":
+        return _capability(device.index or 0)
+    if not INTERPRETED:
+        raise RuntimeError("Triton kernels need a GPU, or TRITON_INTERPRET=1 set before import")
+    return "cpu"
