@@ -1,0 +1,399 @@
+"""The draft's side of one session: a small sans-IO machine of its own, optional at every round.
+
+Owns where the draft stands (`DraftState`), its epoch, its command numbers and what its K/V must be
+told. A round asks it for candidates and gets, now or with a later event, `Proposed` or
+`Unavailable` with a reason; no fault here ever fails a request. Knows no clock, no wire, and
+nothing of candidates that were drafted and never judged but that they were dropped.
+
+The transitions are the table `DRAFT_TRANSITIONS`. A draft that is lost, late or full is sought
+again and filled in the background (rounds go on with k = 0 meanwhile); one whose content fails a
+check is off for the rest of the request (DESIGN section 2, rule 12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple
+
+from coordinator.messages import (
+    Action,
+    Close,
+    Deferred,
+    DraftPlaced,
+    DraftReply,
+    DraftSwitchedOff,
+    Failed,
+    IllegalEvent,
+    Lost,
+    Open,
+    Opened,
+    PeerViolation,
+    PlaceDraft,
+    Proposal,
+    Propose,
+    Rule,
+    Send,
+    SessionPlan,
+    Side,
+    StartTimer,
+    StopTimer,
+    Timer,
+    TimerFired,
+)
+from coordinator.target_side import last_equal, prefix_of
+from specmesh.ledger import Ledger
+
+
+class DraftState(Enum):
+    """Where the draft stands for this session."""
+
+    SEEKING = "seeking"  # no replica; one was asked for
+    PLACED = "placed"  # a replica is known, no session on it yet
+    SYNCING = "syncing"  # opened, its K/V is being filled
+    READY = "ready"
+    PROPOSING = "proposing"  # a round waits for candidates
+    LATE = "late"  # no round waits any more, the answer is still out
+    OFF = "off"  # for the rest of the request
+
+
+class Transition(NamedTuple):
+    """One row of a table: the method that handles the event, the states it may lead to."""
+
+    handler: str
+    next: frozenset[DraftState]
+
+
+def _to(handler: str, *states: DraftState) -> Transition:
+    return Transition(handler, frozenset(states))
+
+
+_S = DraftState
+_LOST = _to("_lost", _S.SEEKING, _S.OFF)
+# Events that are not listed for a state are late and dropped when their key is old; otherwise they
+# are illegal.
+DRAFT_TRANSITIONS: Final[Mapping[DraftState, Mapping[type, Transition]]] = {
+    _S.SEEKING: {DraftPlaced: _to("_placed", _S.PLACED, _S.SYNCING)},
+    _S.PLACED: {Lost: _LOST},
+    _S.SYNCING: {
+        DraftReply: _to(
+            "_replied", _S.SYNCING, _S.READY, _S.PROPOSING, _S.LATE, _S.SEEKING, _S.OFF
+        ),
+        TimerFired: _to("_too_late", _S.LATE),
+        Lost: _LOST,
+    },
+    _S.READY: {Lost: _LOST},
+    _S.PROPOSING: {
+        DraftReply: _to("_replied", _S.PROPOSING, _S.READY, _S.LATE, _S.SEEKING, _S.OFF),
+        TimerFired: _to("_too_late", _S.LATE),
+        Lost: _LOST,
+    },
+    _S.LATE: {
+        DraftReply: _to("_replied", _S.LATE, _S.READY, _S.SEEKING, _S.OFF),
+        TimerFired: _to("_given_up", _S.SEEKING, _S.OFF),
+        Lost: _LOST,
+    },
+    _S.OFF: {},
+}
+
+# Failures after which the session is opened afresh, at once or on another replica.
+_SESSION_GONE = frozenset({"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT",
+                           "PREFIX_MISMATCH", "INTERNAL"})
+_ELSEWHERE = {"OUT_OF_PAGES": "draft_out_of_memory", "NOT_READY": "draft_not_ready"}
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The candidates a round waited for."""
+
+    proposal: Proposal
+    epoch: int
+    replica: str
+    report: object
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The round that waited goes on without candidates."""
+
+    reason: str
+
+
+Signal = Proposed | Unavailable | None
+
+
+class Drafting:
+    """Mutable. Actions are appended to the list that is passed in; methods return a `Signal`.
+
+    confirmed_len: tokens the replica has confirmed in this epoch. num_accepted: outcome of its last
+    proposal, 0 where that was never judged. reason: why it cannot be used now.
+    """
+
+    def __init__(self, plan: SessionPlan, ledger: Ledger, actions: list[Action]) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self._actions = actions
+        self.state = DraftState.SEEKING
+        self.reason = "draft_unavailable"
+        self.epoch = 0
+        self.round = -1
+        self.replica = ""
+        self.device_id = ""
+        self.max_len = 0
+        self.in_flight: Propose | None = None
+        self.awaited_k = 0  # what a round waits for; 0: none waits
+        self._fill_awaited = False
+        self._opened = False
+        self._confirmed_len = 0
+        self._num_accepted = 0
+        self._num_resyncs = 0
+        self._num_failures = 0  # in a row, without a proposal between
+
+    # ------------------------------------------------------------ asked by the session
+
+    def begin(self) -> None:
+        """Look for a replica, unless the request wants none."""
+        if self._plan.num_draft_tokens == 0 or self._plan.max_num_draft_tokens == 0:
+            self.state, self.reason = DraftState.OFF, "request"
+            return
+        self._actions.append(PlaceDraft(self.epoch))
+
+    def limit(self, *, first_round: bool) -> tuple[int, str]:
+        """Most candidates a round could ask for, and what stands in its way now (or "")."""
+        if self.state in (DraftState.SEEKING, DraftState.LATE, DraftState.OFF):
+            return 0, self.reason
+        room = min(self._plan.max_num_draft_tokens, self.max_len - self._ledger.confirmed_len)
+        if room <= 0:
+            return 0, "draft_context"
+        if self.state is DraftState.SYNCING and not self._fill_awaited:
+            return room, "draft_resync"
+        if self.state is DraftState.PLACED and not first_round:
+            return room, "draft_resync"
+        return room, ""
+
+    def request(self, num_draft_tokens: int) -> None:
+        """Ask for candidates; a `Signal` of a later event answers."""
+        assert self.state in (DraftState.PLACED, DraftState.READY, DraftState.SYNCING)
+        self.awaited_k = num_draft_tokens
+        if self.state is not DraftState.SYNCING:
+            self._propose(num_draft_tokens)
+
+    def fill(self, *, awaited: bool) -> None:
+        """Bring a placed draft's K/V up to date. awaited: the first round will wait for it."""
+        if self.state is not DraftState.PLACED or self._ledger.confirmed_len >= self.max_len:
+            return
+        self._fill_awaited = awaited
+        self._issue(0, DraftState.SYNCING, Timer.FILL)
+
+    def judged(self, epoch: int, num_accepted: int) -> None:
+        """The outcome of the proposal that `epoch` gave."""
+        if epoch == self.epoch:
+            self._num_accepted = num_accepted
+
+    def switch_off(self, reason: str, message: str) -> None:
+        """Content failed a check: off for the rest of the request, and reported."""
+        self._actions.append(DraftSwitchedOff(self.replica, reason, message))
+        self.close()
+        self._leave(DraftState.OFF, reason)
+
+    def close(self) -> None:
+        """Free the session on the replica, if there is one."""
+        if self._opened:
+            self._send((Close(self.epoch, self.round),))
+            self._opened = False
+        self._actions.append(StopTimer(Side.DRAFT))
+
+    def step(self, event: DraftPlaced | DraftReply | Lost | TimerFired) -> Signal:
+        """Take one event. Late ones are dropped.
+
+        Raises IllegalEvent or PeerViolation with the state unchanged.
+        """
+        if self._is_late(event):
+            return None
+        row = DRAFT_TRANSITIONS[self.state].get(type(event))
+        if row is None:
+            raise IllegalEvent(f"draft is {self.state.value}: {event}")
+        signal: Signal = getattr(self, row.handler)(event)
+        assert self.state in row.next, (self.state, event)
+        return signal
+
+    # ------------------------------------------------------------ handlers
+
+    def _is_late(self, event: DraftPlaced | DraftReply | Lost | TimerFired) -> bool:
+        if self.state is DraftState.OFF:
+            return True
+        if isinstance(event, Lost):
+            return not self.replica or event.replica != self.replica
+        if event.epoch > self.epoch:
+            if isinstance(event, DraftReply):
+                raise PeerViolation(Side.DRAFT, f"epoch {event.epoch} was never opened")
+            raise IllegalEvent(f"draft epoch is {self.epoch}: {event}")
+        if event.epoch < self.epoch or isinstance(event, DraftPlaced):
+            return event.epoch < self.epoch
+        if event.round > self.round:
+            raise PeerViolation(Side.DRAFT, f"round {event.round} was never asked for")
+        return self.in_flight is None or event.round != self.in_flight.round
+
+    def _placed(self, event: DraftPlaced) -> Signal:
+        self.state = DraftState.PLACED
+        self.replica, self.device_id, self.max_len = event.replica, event.device_id, event.max_len
+        return None
+
+    def _lost(self, _event: Lost) -> Signal:
+        self._opened = False  # its sessions ended with the link
+        self._actions.append(StopTimer(Side.DRAFT))
+        return self._seek("draft_lost", avoid=None)
+
+    def _replied(self, event: DraftReply) -> Signal:
+        body = event.body
+        if isinstance(body, Opened):
+            return None
+        if isinstance(body, Deferred):
+            return self._deferred()
+        if isinstance(body, Failed):
+            return self._failed(body)
+        return self._proposed(body, event.report)
+
+    def _proposed(self, proposal: Proposal, report: object) -> Signal:
+        command, was = self.in_flight, self.state
+        assert command is not None
+        fault = self._fault(command, proposal)
+        if fault:
+            waited = self._stop_waiting("draft_bad_proposal")
+            self.switch_off("draft_bad_proposal", fault)
+            return waited
+        self.in_flight = None
+        self._confirmed_len = command.prefix.base_len
+        self._num_accepted = self._num_resyncs = self._num_failures = 0
+        self._fill_awaited = False
+        self.state = DraftState.READY
+        self._actions.append(StopTimer(Side.DRAFT))
+        if was is DraftState.PROPOSING:
+            self.awaited_k = 0
+            return Proposed(proposal, self.epoch, self.replica, report)
+        if was is DraftState.SYNCING and self.awaited_k:
+            self._propose(self.awaited_k)
+        return None
+
+    def _fault(self, command: Propose, proposal: Proposal) -> str:
+        """What is wrong with a proposal's content; empty when nothing is.
+
+        A draft may end its block early only with a token after which nothing can follow.
+        """
+        tokens, asked = proposal.tokens, command.num_draft_tokens
+        if len(tokens) != asked and not (
+            0 < len(tokens) < asked and tokens[-1] in self._plan.stop_ids
+        ):
+            return f"{len(tokens)} candidates where {asked} were asked for"
+        if any(token >= self._plan.vocab_size for token in tokens):
+            return f"a candidate is outside the vocabulary of {self._plan.vocab_size}"
+        num_rows = len(tokens) if self._plan.rule is Rule.RESIDUAL else 0
+        if len(proposal.rows) != num_rows:
+            return f"{len(proposal.rows)} rows where {num_rows} were expected"
+        return ""
+
+    def _deferred(self) -> Signal:
+        assert self.in_flight is not None
+        if self.state is not DraftState.LATE:
+            self.state, self.reason = DraftState.LATE, "draft_deferred"
+            self._start_timer(Timer.DEFERRED)
+        return self._stop_waiting("draft_deferred")
+
+    def _too_late(self, _event: TimerFired) -> Signal:
+        self.state, self.reason = DraftState.LATE, "draft_late"
+        self._start_timer(Timer.LATE)
+        return self._stop_waiting("draft_deadline")
+
+    def _given_up(self, _event: TimerFired) -> Signal:
+        avoid = self.replica
+        self.close()
+        return self._seek("draft_late", avoid=avoid)
+
+    def _failed(self, failure: Failed) -> Signal:
+        command = self.in_flight
+        assert command is not None
+        if failure.reason == "PREFIX_MISMATCH" and self._num_resyncs < 1:
+            self._resync(command, failure)
+            return None
+        if failure.reason == "TOO_BUSY" and self._confirmed_len:
+            self.in_flight = None  # nothing changed there, the session stands
+            self.state = DraftState.READY
+            self._actions.append(StopTimer(Side.DRAFT))
+            return self._stop_waiting("draft_overloaded")
+        if failure.reason in _SESSION_GONE:
+            self.close()
+            return self._seek("draft_session_lost", avoid=None)
+        if failure.reason in _ELSEWHERE or failure.reason == "TOO_BUSY":
+            avoid = self.replica
+            self.close()
+            return self._seek(_ELSEWHERE.get(failure.reason, "draft_overloaded"), avoid=avoid)
+        waited = self._stop_waiting("draft_error")
+        self.switch_off("draft_error", f"{failure.reason}: {failure.message}")
+        return waited
+
+    # ------------------------------------------------------------ moves
+
+    def _resync(self, command: Propose, failure: Failed) -> None:
+        base_len = command.prefix.base_len
+        shared_len = last_equal(self._ledger, failure.page_digests, base_len)
+        self.round += 1
+        self._num_resyncs += 1
+        prefix = prefix_of(self._ledger, shared_len, 0, resync=True, base_len=base_len)
+        self.in_flight = Propose(self.epoch, self.round, prefix, command.num_draft_tokens)
+        self._send((self.in_flight,))
+        self._start_timer({
+            DraftState.SYNCING: Timer.FILL, DraftState.PROPOSING: Timer.PROPOSE,
+        }.get(self.state, Timer.LATE))
+
+    def _propose(self, num_draft_tokens: int) -> None:
+        self._issue(num_draft_tokens, DraftState.PROPOSING, Timer.PROPOSE)
+
+    def _issue(self, num_draft_tokens: int, state: DraftState, timer: Timer) -> None:
+        self.round += 1
+        prefix = prefix_of(self._ledger, self._confirmed_len, self._num_accepted)
+        command = Propose(self.epoch, self.round, prefix, num_draft_tokens)
+        self.in_flight = command
+        self.state = state
+        if self._opened:
+            self._send((command,))
+        else:
+            self._opened = True
+            max_len = min(self._ledger.max_len, self.max_len)
+            self._send((Open(self.epoch, self.round, max_len), command))
+        self._start_timer(timer)
+
+    def _send(self, commands: tuple[Open | Propose | Close, ...]) -> None:
+        self._actions.append(Send(Side.DRAFT, self.replica, commands))
+
+    def _start_timer(self, timer: Timer) -> None:
+        command = self.in_flight
+        assert command is not None
+        num_tokens = len(command.prefix.append) + command.num_draft_tokens
+        self._actions.append(StartTimer(Side.DRAFT, self.epoch, self.round, timer, num_tokens))
+
+    def _seek(self, reason: str, avoid: str | None) -> Signal:
+        """Leave the replica and ask for one again, a bounded number of times in a row."""
+        waited = self._stop_waiting(reason)
+        self._num_failures += 1
+        if self._num_failures > self._plan.max_failovers:
+            self._leave(DraftState.OFF, "draft_unstable")
+            return waited
+        self._leave(DraftState.SEEKING, reason)
+        self._actions.append(PlaceDraft(self.epoch, avoid))
+        return waited
+
+    def _leave(self, state: DraftState, reason: str) -> None:
+        self.epoch += 1
+        self.state, self.reason = state, reason
+        self.replica = self.device_id = ""
+        self.in_flight = None
+        self._fill_awaited = self._opened = False
+        self._confirmed_len = self._num_accepted = self._num_resyncs = 0
+
+    def _stop_waiting(self, reason: str) -> Signal:
+        if not self.awaited_k:
+            return None
+        self.awaited_k = 0
+        self._fill_awaited = False
+        return Unavailable(reason)

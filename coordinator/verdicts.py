@@ -1,0 +1,57 @@
+"""What a verdict must satisfy before the protocol believes it. Pure.
+
+A target that contradicts the command it answers is broken or not the service it claims to be;
+nothing of its answer is used.
+"""
+
+from __future__ import annotations
+
+from coordinator.messages import (
+    Closing,
+    Outcome,
+    PeerViolation,
+    SessionPlan,
+    Side,
+    Verdict,
+    Verify,
+)
+
+
+def check_verdict(plan: SessionPlan, command: Verify, verdict: Verdict) -> None:
+    """Raise PeerViolation unless `verdict` can be the answer to `command`."""
+    num_rows = len(command.candidates) + 1 if plan.decide_here or command.audit else 0
+    if len(verdict.rows) != num_rows:
+        raise PeerViolation(Side.TARGET, f"{len(verdict.rows)} rows where {num_rows} were expected")
+    if (verdict.outcome is None) != plan.decide_here:
+        raise PeerViolation(Side.TARGET, "the round was decided in the wrong place")
+    if verdict.outcome is not None:
+        check_outcome(plan, command.candidates, command.num_steps, verdict.outcome)
+
+
+def check_outcome(
+    plan: SessionPlan, candidates: tuple[int, ...], num_steps: int, outcome: Outcome
+) -> None:
+    """Raise PeerViolation unless the tokens are what the counts say (DESIGN section 2)."""
+    tokens, num_accepted = outcome.tokens, outcome.num_accepted
+    fault = ""
+    if outcome.redraw_mismatch is not None:
+        if num_accepted or len(tokens) != 1 or outcome.redraw_mismatch >= len(candidates):
+            fault = "a refuted proposal must be decided without candidates"
+    elif candidates:
+        closing = 0 if outcome.closing is Closing.STOPPED else 1
+        if num_accepted > len(candidates) or len(tokens) != num_accepted + closing:
+            fault = f"{len(tokens)} tokens after {num_accepted} of {len(candidates)} accepted"
+        elif tokens[:num_accepted] != candidates[:num_accepted]:
+            fault = "accepted tokens are not the candidates"
+        elif not closing and (not tokens or tokens[-1] not in plan.stop_ids):
+            fault = "the round stopped without a stop token"
+    elif num_accepted or not 1 <= len(tokens) <= num_steps:
+        fault = f"{len(tokens)} tokens where {num_steps} were asked for"
+    elif len(tokens) < num_steps and tokens[-1] not in plan.stop_ids:
+        fault = f"{len(tokens)} of {num_steps} tokens without a stop token"
+    if not fault and any(not 0 <= token < plan.vocab_size for token in tokens):
+        fault = f"a token is outside the vocabulary of {plan.vocab_size}"
+    if not fault and outcome.logprobs and len(outcome.logprobs) != len(tokens):
+        fault = f"{len(outcome.logprobs)} logprobs for {len(tokens)} tokens"
+    if fault:
+        raise PeerViolation(Side.TARGET, fault)
