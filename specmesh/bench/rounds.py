@@ -1,0 +1,92 @@
+"""What traces know about rounds: time outside the models, queueing, forward passes.
+
+Reads the files that the services of the same run wrote. Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specmesh.errors import NotReady
+from specmesh.telemetry import PREFILL, PROPOSE, ROUND, VERIFY, Key
+from specmesh.traces.reader import StoredSpan, Trace, read_trace
+
+FLUSH_TIMEOUT_S = 10.0  # services write their spans every half second
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """One round or prefill, in milliseconds. outside: the span less both models' forward passes."""
+
+    is_prefill: bool
+    has_draft: bool
+    total: float
+    draft_forward: float
+    target_forward: float
+    queue: float
+
+    @property
+    def outside(self) -> float:
+        """Wire, decision, management, serialisation: everything but the two models."""
+        return self.total - self.draft_forward - self.target_forward - self.queue
+
+
+def complete_trace(trace_dir: Path, trace_id: str) -> Trace:
+    """The trace, once every process has written its part. Raises NotReady when that takes too long.
+
+    Complete means: the root is there and every round and prefill has its `target.verify`.
+    """
+    deadline = time.monotonic() + FLUSH_TIMEOUT_S
+    while True:
+        trace = _read(trace_dir, trace_id)
+        if trace is not None and _is_complete(trace):
+            return trace
+        if time.monotonic() > deadline:
+            raise NotReady(f"trace {trace_id} is incomplete in {trace_dir}")
+        time.sleep(POLL_S)
+
+
+def _read(trace_dir: Path, trace_id: str) -> Trace | None:
+    from specmesh.errors import InvalidRequest
+
+    try:
+        return read_trace([trace_dir], trace_id)[0]
+    except InvalidRequest:  # not written yet
+        return None
+
+
+def _is_complete(trace: Trace) -> bool:
+    if trace.root is None:
+        return False
+    verified = {span.parent_id for span in trace.spans if span.name == VERIFY}
+    return all(step.span_id in verified for step in trace.steps())
+
+
+def round_times(traces: Sequence[Trace]) -> list[RoundTimes]:
+    """Every round and prefill of the traces, in order."""
+    return [_times(step, trace) for trace in traces for step in trace.steps()]
+
+
+def _times(step: StoredSpan, trace: Trace) -> RoundTimes:
+    children = [span for span in trace.spans if span.parent_id == step.span_id]
+    draft = [span for span in children if span.name == PROPOSE]
+    target = [span for span in children if span.name == VERIFY]
+    return RoundTimes(
+        is_prefill=step.name == PREFILL,
+        has_draft=bool(draft) and step.count(Key.NUM_DRAFT_TOKENS) > 0,
+        total=step.duration_ms,
+        draft_forward=_sum_ms(draft, Key.FORWARD_US),
+        target_forward=_sum_ms(target, Key.FORWARD_US),
+        queue=_sum_ms([*draft, *target], Key.QUEUE_US),
+    )
+
+
+def _sum_ms(spans: Sequence[StoredSpan], key: str) -> float:
+    return sum(span.count(key) for span in spans) / 1000
+
+
+__all__ = ["ROUND", "RoundTimes", "complete_trace", "round_times"]

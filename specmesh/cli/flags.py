@@ -1,0 +1,235 @@
+"""Flags that several commands share: how to reach a coordinator, and every option of a request.
+
+Typer reads a command's flags from its signature. The decorators here replace one parameter of a
+command (`connection` or `options`) by the flags of a table, so that each flag is declared once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from specmesh.config import PORTS
+from specmesh.errors import ConfigError, InvalidRequest
+from specmesh.request import GenerateOptions
+
+if TYPE_CHECKING:
+    from specmesh.client import Client
+
+DEFAULT_ADDRESS = f"127.0.0.1:{PORTS['coordinator']}"
+
+Flag = tuple[Any, Any]  # annotation, typer option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """How to reach the coordinator."""
+
+    address: str
+    api_key: str | None
+    timeout: float
+    retries: int
+    tls_authority: Path | None
+    tls_certificate: Path | None
+    tls_key: Path | None
+
+    def open(self) -> Client:
+        """A client for it. Raises ConfigError when TLS files cannot be read."""
+        from specmesh.client import Client, RetryPolicy
+
+        addresses = [part.strip() for part in self.address.split(",") if part.strip()]
+        return Client(
+            addresses,
+            api_key=self.api_key,
+            credentials=self._credentials(),
+            retry=RetryPolicy(max_attempts=self.retries + 1),
+        )
+
+    def _credentials(self) -> Any:
+        if self.tls_authority is None:
+            if self.tls_certificate or self.tls_key:
+                raise ConfigError("--tls-certificate and --tls-key need --tls-authority")
+            return None
+        import grpc
+
+        try:
+            return grpc.ssl_channel_credentials(
+                self.tls_authority.read_bytes(),
+                self.tls_key.read_bytes() if self.tls_key else None,
+                self.tls_certificate.read_bytes() if self.tls_certificate else None,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+_GROUP = "Connection"
+
+CONNECTION_FLAGS: dict[str, Flag] = {
+    "address": (
+        str,
+        typer.Option(
+            DEFAULT_ADDRESS,
+            envvar="SPECMESH_ADDRESS",
+            help="host:port of the coordinator; several, comma-separated, are tried in turn.",
+            rich_help_panel=_GROUP,
+        ),
+    ),
+    "api_key": (
+        str | None,
+        typer.Option(
+            None,
+            envvar="SPECMESH_API_KEY",
+            help="Sent as bearer token.",
+            rich_help_panel=_GROUP,
+            show_envvar=True,
+        ),
+    ),
+    "timeout": (
+        float,
+        typer.Option(600.0, min=0.001, help="Seconds for the whole call.", rich_help_panel=_GROUP),
+    ),
+    "retries": (
+        int,
+        typer.Option(
+            4,
+            min=0,
+            help="Attempts in a row without progress, beyond the first.",
+            rich_help_panel=_GROUP,
+        ),
+    ),
+    "tls_authority": (
+        Path | None,
+        typer.Option(None, help="PEM file; turns TLS on.", rich_help_panel=_GROUP),
+    ),
+    "tls_certificate": (
+        Path | None,
+        typer.Option(None, help="PEM file, for mutual TLS.", rich_help_panel=_GROUP),
+    ),
+    "tls_key": (
+        Path | None,
+        typer.Option(None, help="PEM file, for mutual TLS.", rich_help_panel=_GROUP),
+    ),
+}
+
+
+def _sampling(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(None, *names, help=help, rich_help_panel="Request", **more)
+
+
+# One entry per field of GenerateOptions, in its order; a test holds them to the public message.
+OPTION_FLAGS: dict[str, Flag] = {
+    "n": (int | None, _sampling("-n", "--n", help="Samples to draw.")),
+    "temperature": (
+        float | None,
+        _sampling("-t", "--temperature", help="0: greedy; 1: the model's own distribution."),
+    ),
+    "top_k": (int | None, _sampling("--top-k", help="Keep the k likeliest tokens; 0: off.")),
+    "top_p": (float | None, _sampling("--top-p", help="Keep the smallest set of this mass.")),
+    "min_p": (float | None, _sampling("--min-p", help="Drop what is below this share of the top.")),
+    "repetition_penalty": (
+        float | None,
+        _sampling("--repetition-penalty", help="Divides logits of tokens seen; 1: off."),
+    ),
+    "presence_penalty": (
+        float | None,
+        _sampling("--presence-penalty", help="Subtracted once per token in the output."),
+    ),
+    "frequency_penalty": (
+        float | None,
+        _sampling("--frequency-penalty", help="Subtracted per occurrence in the output."),
+    ),
+    "logit_bias": (
+        list[str] | None,
+        _sampling("--logit-bias", help="ID=VALUE, added to that logit. Repeatable."),
+    ),
+    "seed": (int | None, _sampling("--seed", help="Makes the answer repeatable.")),
+    "max_tokens": (int | None, _sampling("--max-tokens", help="Tokens of output at most.")),
+    "min_tokens": (int | None, _sampling("--min-tokens", help="No stop before this many.")),
+    "stop": (list[str] | None, _sampling("--stop", help="Stop string. Repeatable.")),
+    "stop_token_ids": (
+        list[int] | None,
+        _sampling("--stop-token-id", help="Stop token. Repeatable."),
+    ),
+    "ignore_eos": (
+        bool | None,
+        _sampling("--ignore-eos/--no-ignore-eos", help="Go on past the end-of-sequence token."),
+    ),
+    "logprobs": (
+        int | None,
+        _sampling("--logprobs", help="Log-probabilities, with this many alternatives (0-20)."),
+    ),
+    "rule": (
+        Literal["residual", "coupled"] | None,
+        _sampling("--rule", help="Decision rule; default: coupled with a seed, else residual."),
+    ),
+    "num_draft_tokens": (
+        int | None,
+        _sampling("-k", "--num-draft-tokens", help="Candidates a round; 0: plain decoding."),
+    ),
+    "row_policy": (
+        Literal["auto", "dense_f32", "dense_f16"] | None,
+        _sampling("--row-policy", help="How draft rows travel."),
+    ),
+    "decide_at": (
+        Literal["target", "coordinator"] | None,
+        _sampling("--decide-at", help="Where candidates are accepted or rejected."),
+    ),
+}
+
+
+def with_connection(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the connection flags in place of its parameter `connection`."""
+    return _expand(command, "connection", CONNECTION_FLAGS, lambda values: Connection(**values))
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the request flags in place of its parameter `options`."""
+    return _expand(command, "options", OPTION_FLAGS, options_from)
+
+
+def options_from(values: Mapping[str, Any]) -> GenerateOptions:
+    """Options from parsed flags. Raises InvalidRequest for a malformed --logit-bias."""
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    return GenerateOptions(**given)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(token_id), float(value)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is not ID=VALUE", field="logit_bias") from None
+
+
+def _expand(
+    command: Callable[..., None],
+    name: str,
+    flags: Mapping[str, Flag],
+    build: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.name != name]
+    added = [
+        inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+        for flag, (kind, option) in flags.items()
+    ]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        shared = {flag: values.pop(flag) for flag in flags}
+        command(**values, **{name: build(shared)})
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # read by inspect.signature
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
