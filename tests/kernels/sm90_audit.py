@@ -1,0 +1,141 @@
+"""Compile a launch for sm_90 without a GPU, and count what matters in the machine code.
+
+A launch function runs on meta tensors with its kernel replaced by a recorder; the recorded
+arguments become a signature exactly as the launcher would specialise them (1 is a constant, numbers
+and pointers divisible by 16 are marked), and Triton's bundled ptxas and cuobjdump do the rest.
+Needs a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+SM_90 = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: positional arguments and keyword arguments of the kernel."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts from the machine code of one kernel."""
+
+    wgmma: int
+    mma: int
+    async_copies: int  # cp.async and bulk tensor copies
+    stack_bytes: int
+    registers: int
+    shared_bytes: int
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def record(*args: Any, **options: Any) -> None:
+            self.launches.append(Launch(self.kernel, args, options))
+
+        return record
+
+
+@contextlib.contextmanager
+def recorded(module: Any, *names: str) -> Iterator[list[Launch]]:
+    """Replace the named kernels of a module by recorders; yields the list they fill."""
+    launches: list[Launch] = []
+    kernels = {name: getattr(module, name) for name in names}
+    for name, kernel in kernels.items():
+        setattr(module, name, _Recorder(kernel, launches))
+    try:
+        yield launches
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+
+
+def _specialise(value: Any, specialised: bool) -> tuple[str, bool]:
+    """(type, divisible by 16) of a run-time argument."""
+    if isinstance(value, torch.Tensor):
+        return "*" + _TYPES[value.dtype], True
+    if isinstance(value, TensorDescriptor):
+        shape = ", ".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>", False
+    if isinstance(value, float):
+        return "fp32", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), specialised and value % 16 == 0
+
+
+def compile_launch(launch: Launch) -> Report:
+    """Compile one recorded launch for sm_90 and read registers, stack and instructions."""
+    parameters = launch.kernel.params
+    names = [parameter.name for parameter in parameters]
+    values = dict(zip(names, launch.args, strict=False))
+    values |= {name: value for name, value in launch.options.items() if name in names}
+    options = {name: value for name, value in launch.options.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(parameters):
+        value, specialised = values[parameter.name], not parameter.do_not_specialize
+        is_one = isinstance(value, int) and value == 1 and specialised
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name], divisible = _specialise(value, specialised)
+        if divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=SM_90, options=options)
+    return _read(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _read(cubin: bytes, shared_bytes: int) -> Report:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code, usage = (
+            subprocess.run(
+                [str(_CUOBJDUMP), flag, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    fields = dict(
+        part.split(":", 1) for part in usage.replace("\n", " ").split() if part.count(":") == 1
+    )
+    return Report(
+        wgmma=code.count("HGMMA"),
+        mma=code.count("HMMA"),
+        async_copies=code.count("LDGSTS") + code.count("UTMALDG"),
+        stack_bytes=int(fields["STACK"]),
+        registers=int(fields["REG"]),
+        shared_bytes=shared_bytes,
+    )
