@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from protos.specmesh.v1 import session_pb2
+from specmesh.config import TlsSettings
 from specmesh.errors import (
     BY_REASON,
     MAX_DETAIL_BYTES,
@@ -54,6 +55,13 @@ MAX_METADATA_BYTES = 32 * 1024
 # Health names beside the services' own: probes ask for these two.
 READINESS = "readiness"
 LIVENESS = "liveness"
+
+# Where gRPC puts the identities of a peer's certificate.
+PEER_KEYS = ("peer_spiffe_id", "x509_subject_alternative_name")
+
+# Metadata of a link call: the coordinator's name for itself. Links of equal value share sessions,
+# so that a second stream can carry large rows; without it a link's sessions are its own.
+LINK_GROUP_KEY = "specmesh-link-group"
 
 Options = list[tuple[str, int | str]]
 
@@ -135,10 +143,13 @@ def create_channel(
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def create_server(limits: RpcLimits) -> grpc.aio.Server:
-    """A server whose specmesh methods may raise `SpecmeshError`: it reaches the caller as such."""
+def create_server(limits: RpcLimits, allowed_peers: Sequence[str] = ()) -> grpc.aio.Server:
+    """A server whose specmesh methods may raise `SpecmeshError`: it reaches the caller as such.
+
+    allowed_peers: identities (SPIFFE ids) that may call specmesh methods; empty: everyone.
+    """
     return grpc.aio.server(
-        interceptors=(ErrorMapping(),),
+        interceptors=(ErrorMapping(allowed_peers),),
         options=server_options(limits),
         maximum_concurrent_rpcs=limits.max_concurrent_rpcs,
     )
@@ -161,6 +172,38 @@ def bind(
     if port == 0:
         raise ConfigError(f"cannot listen on {address}: is the port taken?")
     return int(port)
+
+
+def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
+    """Mutual TLS of a server; None when it is off. Raises ConfigError for unreadable files."""
+    if tls.certificate is None:
+        return None
+    private_key, certificate, authority = _read_tls(tls)
+    return grpc.ssl_server_credentials(
+        [(private_key, certificate)], root_certificates=authority, require_client_auth=True
+    )
+
+
+def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials | None:
+    """Mutual TLS of a channel; None when it is off. Raises ConfigError for unreadable files."""
+    if tls.certificate is None:
+        return None
+    private_key, certificate, authority = _read_tls(tls)
+    return grpc.ssl_channel_credentials(authority, private_key, certificate)
+
+
+def _read_tls(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
+    assert tls.private_key is not None
+    assert tls.certificate is not None
+    assert tls.authority is not None
+    try:
+        return (
+            tls.private_key.read_bytes(),
+            tls.certificate.read_bytes(),
+            tls.authority.read_bytes(),
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}", field="tls") from error
 
 
 class Health:
@@ -237,7 +280,11 @@ class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
     """Maps errors that a specmesh method raises to rich statuses: one wrap a call, none a message.
 
     Anything that is not a `SpecmeshError` is a bug: INTERNAL for the caller, traceback in the log.
+    Callers whose certificate names none of allowed_peers (where given) get PERMISSION_DENIED.
     """
+
+    def __init__(self, allowed_peers: Sequence[str] = ()) -> None:
+        self._allowed_peers = frozenset(allowed_peers)
 
     async def intercept_service(
         self,
@@ -253,35 +300,48 @@ class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(_mapped(handler.unary_unary), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._mapped(handler.unary_unary), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_mapped(handler.unary_stream), **codecs)
+            return grpc.unary_stream_rpc_method_handler(
+                self._mapped(handler.unary_stream), **codecs
+            )
         if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(_mapped(handler.stream_stream), **codecs)
+            return grpc.stream_stream_rpc_method_handler(
+                self._mapped(handler.stream_stream), **codecs
+            )
         return handler
 
+    def _mapped(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behaviour):
 
-def _mapped(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(behaviour):
+            async def generating(
+                request: Any, context: grpc.aio.ServicerContext[Any, Any]
+            ) -> AsyncIterator[Any]:
+                try:
+                    self._check_peer(context)
+                    async for response in behaviour(request, context):
+                        yield response
+                except Exception as error:  # noqa: BLE001 - the one place that maps every error
+                    await _abort_any(context, error)
 
-        async def generating(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
-        ) -> AsyncIterator[Any]:
+            return generating
+
+        async def calling(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                async for response in behaviour(request, context):
-                    yield response
+                self._check_peer(context)
+                return await behaviour(request, context)
             except Exception as error:  # noqa: BLE001 - the one place that maps every error
                 await _abort_any(context, error)
 
-        return generating
+        return calling
 
-    async def calling(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behaviour(request, context)
-        except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await _abort_any(context, error)
-
-    return calling
+    def _check_peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if not self._allowed_peers:
+            return
+        auth: Any = context.auth_context()
+        identities = {value.decode() for key in PEER_KEYS for value in auth.get(key, ())}
+        if not identities & self._allowed_peers:
+            raise PermissionDenied("the peer's certificate names no identity that may call")
 
 
 async def _abort_any(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:

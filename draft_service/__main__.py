@@ -1,0 +1,44 @@
+"""`python -m draft_service [--config FILE] [--section.key value] [--print-config]`.
+
+Exit status: 0 after a drain, 2 for a configuration that cannot work.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import grpc
+
+from draft_service.proposer import Proposer
+from draft_service.service import SERVICE_NAME, DraftServicer
+from protos.specmesh.v1 import draft_pb2, draft_pb2_grpc
+from specmesh.config import DraftSettings, load_settings
+from specmesh.engine import serving
+from specmesh.errors import ConfigError
+
+
+def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
+    add: Any = draft_pb2_grpc.add_DraftServiceServicer_to_server  # generated without types
+    add(DraftServicer(state), server)
+
+
+def main(argv: list[str]) -> int:
+    """Run the draft service with these arguments; return the exit status."""
+    try:
+        settings = load_settings(DraftSettings, argv)
+    except ConfigError as error:
+        sys.stderr.write(f"draft service: {error}\n")
+        return 2
+    side = serving.Side(
+        name="draft",
+        service_name=SERVICE_NAME,
+        response_type=draft_pb2.DraftServiceLinkResponse,
+        register=_register,
+        make_role=lambda model, metrics: Proposer(settings.engine.max_num_draft_tokens),
+    )
+    return serving.main(settings, side)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

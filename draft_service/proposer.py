@@ -1,0 +1,128 @@
+"""Drafting: candidates and the rows they were drawn from.
+
+Owns what Propose means. The row that is sent is the row that was drawn from: truncation and
+rounding come before the draw (exactness rule 1). Each candidate's noise is keyed by its position
+and the round's base_len, or by the position alone under the coupled rule. How many candidates are
+drawn is the coordinator's choice and never depends on their values (rule 7). Must not know links,
+batches or the target. Where it runs: specmesh/engine/runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from opentelemetry.util.types import AttributeValue
+from torch import Tensor
+
+from kernels import reference
+from kernels.streams import Purpose
+from protos.specmesh.v1 import draft_pb2, session_pb2
+from specmesh import wire
+from specmesh.engine.role import Finished, Wire
+from specmesh.engine.scheduler import Task
+from specmesh.engine.sessions import Session
+from specmesh.errors import ContextTooLong, InvalidRequest, SpecmeshError
+from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, Key
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A proposal in the making: what was drawn so far."""
+
+    num_draft_tokens: int
+    rows: list[wire.Row] = field(default_factory=list)
+    dropped_mass: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class Proposer:
+    """The draft's role: fill K/V, then draw k candidates in k passes, batched over sessions."""
+
+    wire = Wire(
+        side="draft",
+        kind="propose",
+        answer="proposal",
+        result_type=draft_pb2.DraftResult,
+        span=PROPOSE,
+        forward_span=DRAFT_FORWARD,
+    )
+
+    def __init__(self, max_num_draft_tokens: int) -> None:
+        self._max_num_draft_tokens = max_num_draft_tokens
+
+    def check(self, session: Session, command: draft_pb2.Propose) -> Drafting:
+        """Raise InvalidRequest or ContextTooLong for a number of candidates that cannot be."""
+        num_draft_tokens = command.num_draft_tokens
+        if num_draft_tokens > self._max_num_draft_tokens:
+            raise InvalidRequest(
+                f"at most {self._max_num_draft_tokens}, got {num_draft_tokens}",
+                field="num_draft_tokens",
+            )
+        end = command.prefix.base_len + num_draft_tokens
+        if end > session.ledger.max_len:
+            raise ContextTooLong(
+                f"{command.prefix.base_len} + {num_draft_tokens} candidates exceed max_len "
+                f"{session.ledger.max_len}"
+            )
+        return Drafting(num_draft_tokens)
+
+    def begin(self, task: Task) -> None:
+        """The last candidate is drawn and not fed, so k candidates take K/V up to base_len+k-1."""
+        num_draft_tokens = task.role_state.num_draft_tokens
+        task.num_rows = 1 if num_draft_tokens else 0
+        task.reserve_len = task.base_len + max(0, num_draft_tokens - 1)
+        if num_draft_tokens:
+            task.session.ledger.begin_round(num_draft_tokens)
+
+    def advance(
+        self, finished: Sequence[Finished], logits: Tensor
+    ) -> list[draft_pb2.Proposal | SpecmeshError | None]:
+        """Draw one candidate for every session of the pass."""
+        outcomes: list[draft_pb2.Proposal | SpecmeshError | None] = []
+        for entry in finished:
+            drafting: Drafting = entry.task.role_state
+            try:
+                if entry.num_rows:
+                    self._draw(entry.task, drafting, logits[entry.first_row])
+                    if len(drafting.tokens) < drafting.num_draft_tokens:
+                        entry.task.fed.append(drafting.tokens[-1])
+                        outcomes.append(None)
+                        continue
+                outcomes.append(self._proposal(drafting))
+            except SpecmeshError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _draw(self, task: Task, drafting: Drafting, logits: Tensor) -> None:
+        session = task.session
+        weights = session.shaper.row(logits, session.ledger.tokens, drafting.tokens)
+        position = task.base_len + len(drafting.tokens)
+        if session.shaper.is_greedy:
+            token = reference.lowest_argmax(weights)
+        elif session.is_coupled:
+            token = reference.race(weights, session.seed, position, 0, Purpose.COUPLED)
+        else:
+            policy = session.opening.row_policy or session_pb2.ROW_POLICY_AUTO
+            row, dropped_mass = wire.draft_row(weights, policy)
+            token = row.draw(session.seed, position, task.base_len, Purpose.PROPOSE)
+            drafting.rows.append(row)
+            drafting.dropped_mass.append(dropped_mass)
+        drafting.tokens.append(token)
+
+    def _proposal(self, drafting: Drafting) -> draft_pb2.Proposal:
+        return draft_pb2.Proposal(
+            tokens=drafting.tokens,
+            distributions=[wire.encode(row) for row in drafting.rows],
+            dropped_mass=drafting.dropped_mass,
+        )
+
+    def span_attributes(
+        self, task: Task, answer: draft_pb2.Proposal
+    ) -> Mapping[str, AttributeValue]:
+        """Number of candidates, and how their rows were sent."""
+        attributes: dict[str, AttributeValue] = {Key.NUM_DRAFT_TOKENS: len(answer.tokens)}
+        if answer.distributions:
+            attributes[Key.DROPPED_MASS] = list(answer.dropped_mass)
+            attributes[Key.ENCODING] = session_pb2.Encoding.Name(answer.distributions[0].encoding)
+        return attributes

@@ -1,0 +1,134 @@
+"""One forward pass: from segments to tensors, through the decoder, to logits.
+
+Owns the layout of a packed batch and the device's timings. Must not know commands' meaning,
+sessions' rules or transports. Runs on the engine's worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specmesh.engine.block_pool import BlockPool
+from specmesh.engine.decoder import Decoder, StepBatch
+from specmesh.engine.kv_cache import KVCache
+from specmesh.engine.role import Finished
+from specmesh.engine.scheduler import Segment, Step, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A model with its K/V: what a forward pass needs."""
+
+    decoder: Decoder
+    cache: KVCache
+    pool: BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a pass gave: logits float32 [num_rows, width], whose they are, and who goes on."""
+
+    logits: Tensor
+    finished: list[Finished]
+    unfinished: list[Task]
+    start_ns: int
+    end_ns: int
+    num_tokens: int
+
+
+class StepExecutor:
+    """Runs passes on one device."""
+
+    def __init__(self, device: Device, clock_ns: Callable[[], int]) -> None:
+        self._device = device
+        self._clock_ns = clock_ns
+
+    def run(self, step: Step) -> StepOutcome:
+        """Perform the copies and the pass; K/V is written and the ledgers say so.
+
+        Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
+        then.
+        """
+        start_ns = self._clock_ns()
+        for source, copy in step.copies:
+            self._device.cache.copy_page(source, copy)
+        batch = build_batch(step.segments, self._device.pool.page_size)
+        with torch.inference_mode():
+            logits = self._device.decoder.forward(batch, self._device.cache)
+        end_ns = self._clock_ns()
+        finished, unfinished = [], []
+        first_row = 0
+        for segment in step.segments:
+            task = segment.task
+            task.session.ledger.wrote(segment.end)
+            task.queue_ns += start_ns - task.ready_ns
+            task.forward_ns += end_ns - start_ns
+            task.batch_size = max(task.batch_size, len(step.segments))
+            task.num_steps += 1
+            task.ready_ns = end_ns
+            if segment.is_last:
+                finished.append(Finished(task, first_row, segment.num_rows))
+            else:
+                unfinished.append(task)
+            first_row += segment.num_rows
+        num_tokens = batch.cu_seqlens_q[-1]
+        return StepOutcome(logits, finished, unfinished, start_ns, end_ns, num_tokens)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
+        self._device.cache.clear_pages(pages)
+
+    def warm_up(self) -> None:
+        """Run a prefill and a decode on a page of its own, so that no request pays for it."""
+        device = self._device
+        pages = device.pool.allocate(1)
+        prefill_len = min(8, device.pool.page_size - 1)
+        try:
+            for start, end in ((0, prefill_len), (prefill_len, prefill_len + 1)):
+                positions = torch.arange(start, end)
+                batch = StepBatch(
+                    token_ids=torch.zeros(end - start, dtype=torch.int64),
+                    positions=positions,
+                    cu_seqlens_q=[0, end - start],
+                    context_lens=[end],
+                    block_tables=[pages],
+                    slot_mapping=pages[0] * device.pool.page_size + positions,
+                    logit_rows=torch.tensor([end - start - 1]),
+                )
+                with torch.inference_mode():
+                    device.decoder.forward(batch, device.cache)
+        finally:
+            device.pool.release_all(pages)
+
+
+def build_batch(segments: Sequence[Segment], page_size: int) -> StepBatch:
+    """Pack segments, in order, into one batch of tensors on the CPU."""
+    token_ids: list[int] = []
+    positions, slots, rows = [], [], []
+    cu_seqlens_q = [0]
+    block_tables = []
+    for segment in segments:
+        token_ids += segment.task.tokens(segment.start, segment.end)
+        table = segment.task.session.block_table[: -(-segment.end // page_size)]
+        block_tables.append(table)
+        own = np.arange(segment.start, segment.end)
+        first_page = segment.start // page_size
+        pages = np.asarray(table[first_page:])
+        positions.append(own)
+        slots.append(pages[own // page_size - first_page] * page_size + own % page_size)
+        cu_seqlens_q.append(len(token_ids))
+        rows.append(np.arange(len(token_ids) - segment.num_rows, len(token_ids)))
+    return StepBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=[segment.end for segment in segments],
+        block_tables=block_tables,
+        slot_mapping=torch.from_numpy(np.concatenate(slots)),
+        logit_rows=torch.from_numpy(np.concatenate(rows)),
+    )

@@ -1,0 +1,72 @@
+"""What draft and target service add to the engine: the meaning of their one working command.
+
+Owns the interface between the engine, which moves tokens through the model, and the roles
+(draft_service/proposer.py, target_service/verifier.py), which turn logits into tokens. A role gets
+the rows of *all* sessions that a forward pass finished at once, so that it may decide them in one
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from opentelemetry.util.types import AttributeValue
+from torch import Tensor
+
+from specmesh.engine.scheduler import Task
+from specmesh.engine.sessions import Session
+from specmesh.errors import SpecmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A task whose tokens are fed. Its logits are rows [first_row, first_row + num_rows)."""
+
+    task: Task
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Names of a role's messages and spans.
+
+    result_type: DraftResult or TargetResult. kind: the command's field; answer: the result's.
+    """
+
+    side: str
+    kind: str
+    answer: str
+    result_type: type[Any]
+    span: str
+    forward_span: str
+
+
+class Role(Protocol):
+    """One side of speculative decoding. Called on the engine's worker thread only."""
+
+    wire: Wire
+
+    def check(self, session: Session, command: Any) -> Any:
+        """Parse and check a command; return the task's role_state. Changes nothing.
+
+        Runs before the prefix update. Raises SpecmeshError: that command fails alone.
+        """
+
+    def begin(self, task: Task) -> None:
+        """Set fed, num_rows and reserve_len, and open the round in the ledger. Cannot fail."""
+
+    def advance(
+        self, finished: Sequence[Finished], logits: Tensor
+    ) -> list[Any | SpecmeshError | None]:
+        """Turn logits, float32 [num_rows, width], into one outcome per finished task.
+
+        An outcome is the answer's message (the ledger is committed then), None when the task wants
+        more tokens fed (`fed` or the confirmed prefix grew), or an error: the engine then undoes
+        the whole command.
+        """
+
+    def span_attributes(self, task: Task, answer: Any) -> Mapping[str, AttributeValue]:
+        """What the role adds to the span of a recorded command."""

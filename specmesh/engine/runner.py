@@ -1,0 +1,275 @@
+"""The engine: one worker thread that owns a device, its sessions and everything they change.
+
+Event loops hand frames in and get results back by callback; no lock is held over device work, and
+no device work runs on an event loop, so health checks and cancellations answer meanwhile. Must not
+know what the messages of a role mean (specmesh/engine/role.py) or how streams work
+(specmesh/engine/links.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from protos.specmesh.v1 import session_pb2
+from specmesh.engine.commands import CommandDesk, Observers
+from specmesh.engine.executor import Device, StepExecutor, StepOutcome
+from specmesh.engine.pages import PageTables
+from specmesh.engine.role import Finished, Role
+from specmesh.engine.scheduler import Scheduler, Step, Task
+from specmesh.engine.sessions import Limits, Link, Request, SessionTable
+from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_PERIOD_S = 1.0  # how often idle sessions are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Bounds of the serving loop; see EngineSettings for their meaning."""
+
+    token_budget: int = 512
+    prefill_chunk: int = 256
+    max_waiting_commands: int = 1024
+    session_idle_s: float = 60.0
+
+
+class Engine:
+    """Serves the sessions of one device. Start it, submit frames, stop it."""
+
+    def __init__(
+        self,
+        device: Device,
+        role: Role,
+        limits: Limits,
+        options: EngineOptions,
+        observers: Observers,
+    ) -> None:
+        self.limits = limits
+        self._options = options
+        self._pool = device.pool
+        self._role = role
+        self._observers = observers
+        self._table = SessionTable(limits, observers.clock_ns)
+        self._scheduler = Scheduler(
+            PageTables(device.pool),
+            options.token_budget,
+            options.prefill_chunk,
+            lambda task: self._desk.answer_deferred(task),
+        )
+        self._desk = CommandDesk(self._table, self._scheduler, role, observers)
+        self._executor = StepExecutor(device, observers.clock_ns)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_submitted = 0
+        self._submit_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name=f"{role.wire.side}-engine")
+        self._next_expiry_ns = 0
+        self._empty_waiters: list[Future[None]] = []
+        self._finishing: list[Link] = []
+        self.on_fault: Callable[[], None] = lambda: None
+        observers.metrics.watch(
+            free_pages=lambda: self._pool.num_free,
+            total_pages=lambda: self._pool.num_pages,
+            num_sessions=lambda: len(self._table),
+            num_waiting=lambda: self.num_waiting,
+        )
+
+    # ------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Warm the model up, then serve. Returns when commands will be answered at full speed."""
+        started_ns = self._observers.clock_ns()
+        self._executor.warm_up()
+        self._observers.metrics.warm_up.set((self._observers.clock_ns() - started_ns) * 1e-9)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the worker after the pass in flight. Sessions are dropped. Blocks until it ended."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, link: Link, commands: Sequence[Any]) -> None:
+        """Hand in one frame's commands, in order. Never blocks; too many are answered TOO_BUSY."""
+        arrived_ns = self._observers.clock_ns()
+        with self._submit_lock:
+            room = self._options.max_waiting_commands - self.num_waiting
+            self._num_submitted += len(commands)
+        self._inbox.put(lambda: self._accept(link, commands, arrived_ns, room))
+
+    def end_link(self, link: Link) -> None:
+        """Close a link's sessions once the pass in flight has ended."""
+
+        def end() -> None:
+            self._desk.end_link(link)
+            if link in self._finishing:
+                self._finishing.remove(link)
+
+        self._inbox.put(end)
+
+    def finish_link(self, link: Link) -> None:
+        """The peer sends no more: end the link once everything it asked for is answered."""
+        self._inbox.put(lambda: self._finishing.append(link))
+
+    def drain(self) -> Future[None]:
+        """Refuse new sessions; the future is done when no session is left."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            self._desk.draining = True
+            self._empty_waiters.append(done)
+
+        self._inbox.put(begin)
+        return done
+
+    @property
+    def num_waiting(self) -> int:
+        """Commands that arrived and are not at work yet, plus those at work."""
+        unread = self._num_submitted - self._desk.num_answered
+        return max(0, unread) + self._scheduler.num_waiting
+
+    def load(self) -> session_pb2.ServiceLoad:
+        """What rides on every result frame."""
+        return session_pb2.ServiceLoad(
+            num_sessions=len(self._table),
+            num_waiting=self.num_waiting,
+            free_pages=self._pool.num_free,
+            total_pages=self._pool.num_pages,
+            draining=self._desk.draining,
+        )
+
+    # ------------------------------------------------------------ worker thread
+
+    def _accept(self, link: Link, commands: Sequence[Any], arrived_ns: int, room: int) -> None:
+        for index, command in enumerate(commands):
+            if index >= room and command.WhichOneof("command") != "close":
+                self._desk.num_answered += 1
+                error = TooBusy("too many commands wait for the device", retry_after_s=0.1)
+                self._desk.refuse(link, command, error)
+            else:
+                self._desk.accept(Request(link, command, arrived_ns))
+
+    def _serve(self) -> None:
+        can_run = False
+        try:
+            while self._read_inbox(block=not can_run):
+                self._expire()
+                self._complete(self._desk_completed())
+                step = self._scheduler.compose()
+                can_run = bool(step.segments)
+                if step.segments:
+                    self._run(step)
+                self._complete(self._desk_completed())
+                self._flush()
+        except BaseException:
+            logger.critical("the engine's worker died", exc_info=True)
+            self.on_fault()
+            raise
+
+    def _read_inbox(self, *, block: bool) -> bool:
+        """Perform everything that arrived. False when told to stop."""
+        try:
+            while True:
+                item = (
+                    self._inbox.get(timeout=EXPIRY_PERIOD_S) if block else self._inbox.get_nowait()
+                )
+                block = False
+                if item is None:
+                    return False
+                item()
+        except queue.Empty:
+            return True
+
+    def _expire(self) -> None:
+        now = self._observers.clock_ns()
+        if now >= self._next_expiry_ns:
+            self._next_expiry_ns = now + int(EXPIRY_PERIOD_S * 1e9)
+            self._desk.expire(int(self._options.session_idle_s * 1e9))
+
+    def _run(self, step: Step) -> None:
+        tasks = [segment.task for segment in step.segments]
+        try:
+            outcome = self._executor.run(step)
+        except Exception as error:
+            logger.exception("a forward pass failed")
+            for task in tasks:
+                self._desk.fail(
+                    task, InternalError(f"the forward pass failed: {type(error).__name__}")
+                )
+            self.on_fault()
+            return
+        for task in outcome.unfinished:
+            self._scheduler.add(task)
+        # Before the answers end the spans: an ended span can no longer be linked.
+        self._observe(outcome, [task.span for task in tasks])
+        if outcome.finished:
+            self._advance(outcome.finished, outcome.logits)
+
+    def _desk_completed(self) -> list[Finished]:
+        completed, self._desk.completed = self._desk.completed, []
+        return [Finished(task, 0, 0) for task in completed]
+
+    def _complete(self, finished: list[Finished]) -> None:
+        """Answer commands that needed no pass; answering one may start the session's next."""
+        while finished:
+            self._advance(finished, torch.empty(0, self.limits.vocab_size))
+            finished = self._desk_completed()
+
+    def _advance(self, finished: list[Finished], logits: torch.Tensor) -> None:
+        try:
+            outcomes = self._role.advance(finished, logits)
+        except Exception as error:
+            logger.exception("deciding a pass failed")
+            outcomes = [InternalError(f"unexpected {type(error).__name__}")] * len(finished)
+        for entry, outcome in zip(finished, outcomes, strict=True):
+            if outcome is None:
+                self._scheduler.add(entry.task)
+            elif isinstance(outcome, SpecmeshError):
+                self._fail(entry.task, outcome)
+            else:
+                self._desk.finish(entry.task, outcome)
+
+    def _fail(self, task: Task, error: SpecmeshError) -> None:
+        if isinstance(error, NumericFault):
+            # Its K/V may hold NaN, which masking does not silence: wipe it, rebuild when needed.
+            self._executor.clear(self._scheduler.private_pages(task.session))
+            self._scheduler.release(task.session)
+        self._desk.fail(task, error)
+
+    def _flush(self) -> None:
+        for link, results in self._desk.take_outbound().items():
+            link.post(results)
+        for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:
+            self._finishing.remove(link)
+            link.post_end()
+        if self._empty_waiters and not len(self._table):
+            for waiter in self._empty_waiters:
+                waiter.set_result(None)
+            self._empty_waiters.clear()
+
+    def _observe(self, outcome: StepOutcome, spans: list[Any]) -> None:
+        elapsed_us = (outcome.end_ns - outcome.start_ns) // 1000
+        metrics = self._observers.metrics
+        metrics.observe_forward(elapsed_us, len(spans), outcome.num_tokens)
+        offset = self._observers.unix_offset_ns
+        self._observers.telemetry.record_batch(
+            self._role.wire.forward_span,
+            spans,
+            outcome.start_ns + offset,
+            outcome.end_ns + offset,
+            {"specmesh.batch.size": len(spans), "specmesh.batch.rows": outcome.num_tokens},
+        )
+
+
+def system_clocks() -> tuple[Callable[[], int], int]:
+    """The monotonic clock in nanoseconds and what to add to it for Unix time."""
+    return time.monotonic_ns, time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,229 @@
+"""One service process: loads the model, opens the port, announces readiness, drains, exits.
+
+Owns the order of start and end that draft and target service share. The port answers health checks
+from the first moment; readiness follows the warm-up. On SIGTERM or SIGINT: not ready, no new
+sessions, what runs may finish within the grace, exit status 0. Must not know what a role does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+
+from protos.specmesh.v1 import session_pb2
+from specmesh.config import DraftSettings, EngineSettings, ServerSettings, TargetSettings
+from specmesh.engine.commands import Observers
+from specmesh.engine.links import LinkOptions, LinkServer
+from specmesh.engine.loading import LoadedModel, load_model
+from specmesh.engine.role import Role
+from specmesh.engine.runner import Engine, EngineOptions, system_clocks
+from specmesh.errors import ConfigError, NotReady
+from specmesh.logs import configure_logging
+from specmesh.metrics import ServiceMetrics
+from specmesh.metrics_server import MetricsServer, watch_event_loop
+from specmesh.rpc import (
+    Health,
+    RpcLimits,
+    bind,
+    create_server,
+    enable_reflection,
+    server_credentials,
+)
+from specmesh.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+# The worker thread computes in Python between passes; at the default of 5 ms a health check or an
+# arriving frame would wait that long for the interpreter.
+SWITCH_INTERVAL_S = 0.0005
+END_OF_STREAMS_S = 2.0  # for the last frames to leave after the drain
+
+
+class ServiceState:
+    """What the servicer answers from. Empty until the model is loaded and warm."""
+
+    def __init__(self) -> None:
+        self._info: session_pb2.ModelInfo | None = None
+        self._links: LinkServer | None = None
+
+    def set_ready(self, info: session_pb2.ModelInfo, links: LinkServer) -> None:
+        """From now on calls are served."""
+        self._info, self._links = info, links
+
+    @property
+    def info(self) -> session_pb2.ModelInfo:
+        """What GetInfo says. Raises NotReady."""
+        if self._info is None:
+            raise NotReady("the model is being loaded", retry_after_s=1.0)
+        return self._info
+
+    @property
+    def links(self) -> LinkServer:
+        """Where links are served. Raises NotReady."""
+        if self._links is None:
+            raise NotReady("the model is being loaded", retry_after_s=1.0)
+        return self._links
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What tells the two services apart.
+
+    service_name: full gRPC name. response_type: message of the link. register: adds the servicer to
+    a server. make_role: builds the role for a loaded model and its metrics.
+    """
+
+    name: str
+    service_name: str
+    response_type: type[Any]
+    register: Callable[[ServiceState, grpc.aio.Server], None]
+    make_role: Callable[[LoadedModel, ServiceMetrics], Role]
+
+
+class ServiceProcess:
+    """A draft or target service, from bind to exit."""
+
+    def __init__(self, settings: DraftSettings | TargetSettings, side: Side) -> None:
+        self._settings = settings
+        self._side = side
+        self._instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._state = ServiceState()
+        self._health = Health([side.service_name])
+        self._metrics = ServiceMetrics(side.name)
+        self._servers: list[grpc.aio.Server] = []
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal. Raises ConfigError when it cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        settings = self._settings
+        telemetry = Telemetry.create(self._side.name, settings.telemetry, self._instance_id)
+        scraped = MetricsServer.start(settings.telemetry, self._metrics.registry)
+        lag = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag))
+        try:
+            port = await self._listen()
+            engine, links = await self._load(telemetry)
+            await self._health.set_ready(ready=True)
+            logger.info("ready", extra={"port": port, "model": self._state.info.model})
+            await self._stopping.wait()
+            await self._drain(engine, links)
+        finally:
+            lag.cancel()
+            await asyncio.gather(*(server.stop(None) for server in self._servers))
+            if scraped is not None:
+                scraped.close()
+            await asyncio.to_thread(telemetry.shutdown)
+
+    async def _listen(self) -> int:
+        settings: ServerSettings = self._settings.server
+        tls = settings.tls
+        limits = rpc_limits(settings)
+        server = create_server(limits, tls.allowed_peers)
+        self._side.register(self._state, server)
+        await self._health.attach(server)
+        enable_reflection(server, [self._side.service_name])
+        address = f"{settings.host}:{settings.port}"
+        port = bind(server, address, server_credentials(tls))
+        self._servers.append(server)
+        if settings.health_port is not None:
+            probes = create_server(limits)
+            await self._health.attach(probes)
+            bind(probes, f"{settings.host}:{settings.health_port}")
+            self._servers.append(probes)
+        for each in self._servers:
+            await each.start()
+        logger.info("listening", extra={"port": port})
+        return port
+
+    async def _load(self, telemetry: Telemetry) -> tuple[Engine, LinkServer]:
+        loop = asyncio.get_running_loop()
+        server = self._settings.server
+        engine_settings: EngineSettings = self._settings.engine
+        model = await asyncio.to_thread(load_model, engine_settings)
+        info = model.info
+        info.instance_id = self._instance_id
+        info.max_message_bytes = server.max_message_bytes
+        clock_ns, unix_offset_ns = system_clocks()
+        engine = Engine(
+            model.device,
+            self._side.make_role(model, self._metrics),
+            model.limits,
+            EngineOptions(
+                token_budget=engine_settings.token_budget,
+                prefill_chunk=engine_settings.prefill_chunk,
+                max_waiting_commands=engine_settings.max_waiting_commands,
+                session_idle_s=engine_settings.session_idle_s,
+            ),
+            Observers(telemetry, self._metrics, clock_ns, unix_offset_ns),
+        )
+        engine.on_fault = lambda: _ignore_closed(loop, self._on_fault)
+        await asyncio.to_thread(engine.start)
+        links = LinkServer(
+            engine,
+            LinkOptions(
+                self._side.response_type, server.max_outbound_frames, server.max_message_bytes
+            ),
+        )
+        self._state.set_ready(info, links)
+        return engine, links
+
+    def _on_fault(self) -> None:
+        """A device that failed once is not trusted: not ready, so that nobody sends more."""
+        task = asyncio.ensure_future(self._health.set_ready(ready=False))
+        task.add_done_callback(lambda done: done.exception())
+
+    async def _drain(self, engine: Engine, links: LinkServer) -> None:
+        grace_s = self._settings.server.drain_grace_s
+        logger.info("draining", extra={"grace_s": grace_s})
+        await self._health.set_ready(ready=False)
+        empty = asyncio.wrap_future(engine.drain())
+        links.announce_drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(empty, grace_s)
+        links.end_all()
+        streams_s = min(END_OF_STREAMS_S, grace_s)
+        await asyncio.gather(*(server.stop(streams_s) for server in self._servers))
+        await asyncio.to_thread(engine.stop)
+
+
+def _ignore_closed(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process is going away
+        loop.call_soon_threadsafe(action)
+
+
+def rpc_limits(settings: ServerSettings) -> RpcLimits:
+    """The server's limits as its settings say."""
+    return RpcLimits(max_message_bytes=settings.max_message_bytes)
+
+
+def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
+    """Run a service process; return its exit status. Configuration errors raise ConfigError."""
+    instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
+    configure_logging(side.name, instance_id, settings.telemetry.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if settings.engine.num_threads is not None:
+        torch.set_num_threads(settings.engine.num_threads)
+
+    async def run() -> None:
+        await ServiceProcess(settings, side).run()
+
+    try:
+        asyncio.run(run())
+    except ConfigError as error:
+        logger.critical("cannot start", extra={"error": str(error)})
+        sys.stderr.write(f"{side.name} service: {error}\n")
+        return 2
+    return 0

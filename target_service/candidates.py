@@ -1,0 +1,126 @@
+"""What a draft sent: parsed, checked, and drawn again.
+
+Owns the target's distrust of the draft (DESIGN section 5): signs, finiteness, ids, positive
+probability of each candidate, and the re-draw of every candidate from the very row received with
+it. A draft that samples from something other than what it sends is found here. Must not know the
+target's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.streams import Purpose
+from protos.specmesh.v1 import target_pb2
+from specmesh import wire
+from specmesh.engine.sessions import Session
+from specmesh.errors import CorruptFrame, InvalidRequest, SpecmeshError
+
+# Two finishing times closer than this are a tie that rounding may break either way (DESIGN 5).
+NEAR_TIE = 2.0**-18
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Candidates with the rows they were drawn from; no rows under the coupled rule and greedy."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[wire.Row, ...]
+
+    @classmethod
+    def none(cls) -> Candidates:
+        """No candidates."""
+        return cls((), ())
+
+    @classmethod
+    def parse(cls, session: Session, command: target_pb2.Verify, vocab_size: int) -> Candidates:
+        """Check a command's candidates and rows. Raises InvalidRequest or CorruptFrame."""
+        tokens = tuple(command.candidates)
+        for token in tokens:
+            if token >= vocab_size:
+                raise InvalidRequest(
+                    f"token id {token} is outside a vocabulary of {vocab_size}", field="candidates"
+                )
+        takes_rows = not (session.is_coupled or session.shaper.is_greedy)
+        expected = len(tokens) if takes_rows else 0
+        if len(command.distributions) != expected:
+            raise InvalidRequest(
+                f"expected {expected} rows for {len(tokens)} candidates, got "
+                f"{len(command.distributions)}",
+                field="distributions",
+            )
+        rows = []
+        for index, message in enumerate(command.distributions):
+            try:
+                row = wire.decode(message, vocab_size)
+            except SpecmeshError as error:
+                raise CorruptFrame(error.message, field=f"distributions[{index}]") from error
+            if row.weight(tokens[index]) <= 0.0:
+                raise CorruptFrame(
+                    f"candidate {tokens[index]} has no mass in its row",
+                    field=f"distributions[{index}]",
+                )
+            rows.append(row)
+        return cls(tokens, tuple(rows))
+
+    def dense_rows(self) -> Sequence[Tensor]:
+        """The rows over the whole vocabulary, expanded when they are judged."""
+        return _DenseRows(self.rows)
+
+
+class _DenseRows(Sequence[Tensor]):
+    def __init__(self, rows: Sequence[wire.Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]  # never sliced
+        return self._rows[index].dense()
+
+
+class RedrawCheck:
+    """Draws candidates again from the rows they came with: always sparse rows, some dense ones.
+
+    Not thread-safe: the engine's worker thread owns it.
+    """
+
+    def __init__(self, dense_ratio: float, on_mismatch: Callable[[], None] = lambda: None) -> None:
+        """dense_ratio: share of dense rows to check, evenly spread. on_mismatch: counts them."""
+        self._dense_ratio = dense_ratio
+        self._on_mismatch = on_mismatch
+        self._dense_due = 0.0
+
+    def find_mismatch(self, session: Session, candidates: Candidates, base_len: int) -> int | None:
+        """Index of the first candidate that its row and noise do not give; None when all agree."""
+        for index, (token, row) in enumerate(zip(candidates.tokens, candidates.rows, strict=False)):
+            if row.ids is None and not self._is_due():
+                continue
+            if not is_redrawn(row, token, session.seed, base_len + index, base_len):
+                self._on_mismatch()
+                return index
+        return None
+
+    def _is_due(self) -> bool:
+        self._dense_due += self._dense_ratio
+        if self._dense_due < 1.0:
+            return False
+        self._dense_due -= 1.0
+        return True
+
+
+def is_redrawn(row: wire.Row, token: int, seed: int, position: int, base_len: int) -> bool:
+    """Whether PROPOSE noise draws `token` from `row`, or ties with what it draws."""
+    drawn = row.draw(seed, position, base_len, Purpose.PROPOSE)
+    if drawn == token:
+        return True
+    ids = torch.tensor(sorted((drawn, token)))
+    weights = torch.tensor([row.weight(int(each)) for each in ids], dtype=torch.float64)
+    times = reference.exponentials(seed, ids, position, base_len, Purpose.PROPOSE) / weights
+    fastest, slowest = float(times.min()), float(times.max())
+    return slowest - fastest < NEAR_TIE * slowest

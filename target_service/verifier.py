@@ -1,0 +1,301 @@
+"""Verifying: the target's rows, the decision on candidates, plain decoding.
+
+Owns what Verify means. The arithmetic of the decision is `kernels.reference` alone; this module
+feeds it rows, coins and draws, and reports what it judged. Rows are shaped only when they are
+judged, so that NaN counts in judged rows only (exactness rule 12). Must not know links or batches.
+The checks of what a draft sent are in target_service/candidates.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from opentelemetry.util.types import AttributeValue
+from torch import Tensor
+
+from kernels import reference
+from kernels.streams import Purpose
+from protos.specmesh.v1 import session_pb2, target_pb2
+from specmesh import wire
+from specmesh.engine.role import Finished, Wire
+from specmesh.engine.scheduler import Task
+from specmesh.engine.sessions import Session
+from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
+from specmesh.telemetry import TARGET_FORWARD, VERIFY, Key
+from target_service.candidates import Candidates, RedrawCheck
+
+Verdict = target_pb2.Verdict
+
+
+@dataclass(slots=True)
+class Verifying:
+    """A verdict in the making. num_steps: tokens of plain decoding; 1 with candidates."""
+
+    candidates: Candidates
+    num_steps: int
+    at_coordinator: bool
+    audit: bool
+    verdict: Verdict = field(default_factory=target_pb2.Verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierOptions:
+    """Bounds of the target's commands; see TargetSettings."""
+
+    vocab_size: int
+    max_num_draft_tokens: int = 8
+    max_plain_steps: int = 64
+    max_message_bytes: int = 64 << 20
+
+
+class Verifier:
+    """The target's role: one pass over base and candidates, then the decision."""
+
+    wire = Wire(
+        side="target",
+        kind="verify",
+        answer="verdict",
+        result_type=target_pb2.TargetResult,
+        span=VERIFY,
+        forward_span=TARGET_FORWARD,
+    )
+
+    def __init__(self, options: VerifierOptions, redraw: RedrawCheck) -> None:
+        self._options = options
+        self._redraw = redraw
+
+    # ------------------------------------------------------------ check
+
+    def check(self, session: Session, command: target_pb2.Verify) -> Verifying:
+        """Parse candidates and rows, and re-draw them. Raises InvalidRequest, CorruptFrame or
+        ContextTooLong."""
+        num_candidates = len(command.candidates)
+        num_steps = self._num_steps(command)
+        if command.decide_at not in (
+            session_pb2.DECIDE_AT_TARGET,
+            session_pb2.DECIDE_AT_COORDINATOR,
+        ):
+            raise InvalidRequest(f"unknown placement {command.decide_at}", field="decide_at")
+        at_coordinator = command.decide_at == session_pb2.DECIDE_AT_COORDINATOR
+        if at_coordinator and num_steps > 1:
+            raise InvalidRequest("several steps need the target to decide", field="num_steps")
+        if num_candidates > self._options.max_num_draft_tokens:
+            raise InvalidRequest(
+                f"at most {self._options.max_num_draft_tokens}, got {num_candidates}",
+                field="candidates",
+            )
+        end = command.prefix.base_len + num_candidates + num_steps
+        if end > session.ledger.max_len:
+            raise ContextTooLong(
+                f"base_len {command.prefix.base_len} leaves no room for {num_candidates} "
+                f"candidates and {num_steps} tokens within max_len {session.ledger.max_len}"
+            )
+        if at_coordinator or command.audit:
+            self._check_answer_bytes(session, num_candidates + num_steps)
+        candidates = Candidates.parse(session, command, self._options.vocab_size)
+        verifying = Verifying(candidates, num_steps, at_coordinator, command.audit)
+        refuted = self._redraw.find_mismatch(session, candidates, command.prefix.base_len)
+        if refuted is not None:
+            # Decided as if nothing were proposed: exact, as the bonus noise is keyed by base_len.
+            verifying.verdict.redraw_mismatch = refuted
+            verifying.candidates = Candidates.none()
+        return verifying
+
+    def _num_steps(self, command: target_pb2.Verify) -> int:
+        if command.candidates:
+            if command.num_steps > 1:
+                raise InvalidRequest(
+                    "several steps and candidates exclude each other", field="num_steps"
+                )
+            return 1
+        if not 1 <= command.num_steps <= self._options.max_plain_steps:
+            raise InvalidRequest(
+                f"must be in [1, {self._options.max_plain_steps}], got {command.num_steps}",
+                field="num_steps",
+            )
+        return int(command.num_steps)
+
+    def _check_answer_bytes(self, session: Session, num_rows: int) -> None:
+        copies = 1 + session.opening.sampling.HasField("num_logprobs")
+        needed = 4 * self._options.vocab_size * num_rows * copies
+        if needed > self._options.max_message_bytes - (1 << 16):
+            raise InvalidRequest(
+                f"{num_rows} rows take {needed} bytes, a message holds "
+                f"{self._options.max_message_bytes}",
+                field="candidates",
+            )
+
+    # ------------------------------------------------------------ work
+
+    def begin(self, task: Task) -> None:
+        """The pass writes K/V up to base_len + k; its last k+1 tokens give the rows."""
+        verifying: Verifying = task.role_state
+        tokens = verifying.candidates.tokens
+        task.fed = list(tokens)
+        task.num_rows = len(tokens) + 1
+        task.reserve_len = task.base_len + len(tokens) + verifying.num_steps - 1
+        if tokens:
+            task.session.ledger.begin_round(len(tokens))
+
+    def advance(
+        self, finished: Sequence[Finished], logits: Tensor
+    ) -> list[Verdict | SpecmeshError | None]:
+        """Decide on every session of the pass."""
+        outcomes: list[Verdict | SpecmeshError | None] = []
+        for entry in finished:
+            own = logits[entry.first_row : entry.first_row + entry.num_rows]
+            try:
+                if entry.task.role_state.at_coordinator:
+                    outcomes.append(self._rows_only(entry.task, own))
+                else:
+                    outcomes.append(self._decide(entry.task, own))
+            except SpecmeshError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _rows_only(self, task: Task, logits: Tensor) -> Verdict:
+        """Coordinator placement: exact rows; the ledger stays at base_len, candidates pending."""
+        session, verifying = task.session, task.role_state
+        tokens = verifying.candidates.tokens
+        rows = session.shaper.rows(logits, session.ledger.tokens, tokens)
+        verdict: Verdict = verifying.verdict
+        rows[0]  # always judged: a fault there fails the command
+        verdict.distributions.extend(self._encode_rows(rows))
+        if session.opening.sampling.HasField("num_logprobs"):
+            for row in self._log_softmax(logits):
+                verdict.logprobs.add(row=row.numpy().astype("<f4", copy=False).tobytes())
+        return verdict
+
+    def _encode_rows(self, rows: Sequence[Tensor]) -> list[session_pb2.Distribution]:
+        """Rows as they are; one without a law becomes an empty frame, a fault only if judged."""
+        encoded = []
+        for index in range(len(rows)):
+            try:
+                encoded.append(wire.encode(wire.target_row(rows[index])))
+            except NumericFault:
+                encoded.append(session_pb2.Distribution())
+        return encoded
+
+    def _decide(self, task: Task, logits: Tensor) -> Verdict | None:
+        session, verifying = task.session, task.role_state
+        ledger, candidates = session.ledger, verifying.candidates
+        base_len = ledger.confirmed_len  # grows with every step of plain decoding
+        rows = session.shaper.rows(logits, ledger.tokens, candidates.tokens)
+        decision = self._run_rule(session, rows, candidates, base_len)
+        verdict: Verdict = verifying.verdict
+        self._report(verdict, session, rows, candidates, decision)
+        if verifying.audit:
+            verdict.distributions.extend(self._encode_rows(rows))
+        if session.opening.sampling.HasField("num_logprobs"):
+            emitted = logits[: len(decision.tokens)]
+            self._add_logprobs(verdict, session, emitted, decision.tokens)
+        ledger.settle(decision.num_accepted)
+        ledger.extend(decision.tokens)
+        task.fed.clear()
+        task.num_rows = 1
+        verdict.tokens.extend(decision.tokens)
+        stopped = decision.tokens[-1] in session.shaper.stop_ids
+        done = len(verdict.tokens) >= verifying.num_steps or bool(candidates.tokens) or stopped
+        return verdict if done else None
+
+    def _run_rule(
+        self,
+        session: Session,
+        rows: Sequence[Tensor],
+        candidates: Candidates,
+        base_len: int,
+    ) -> reference.Decision:
+        shaper = session.shaper
+        if shaper.is_greedy:
+            deciding = reference.decide_coupled(rows, candidates.tokens, shaper.stop_ids)
+            return reference.run(deciding, reference.greedy_answer)
+        if session.is_coupled:
+            deciding = reference.decide_coupled(rows, candidates.tokens, shaper.stop_ids)
+        else:
+            draft_rows = candidates.dense_rows()
+            deciding = reference.decide(rows, draft_rows, candidates.tokens, shaper.stop_ids)
+        return reference.run(deciding, reference.philox_answer(session.seed, base_len))
+
+    # ------------------------------------------------------------ report
+
+    def _report(
+        self,
+        verdict: Verdict,
+        session: Session,
+        rows: Sequence[Tensor],
+        candidates: Candidates,
+        decision: reference.Decision,
+    ) -> None:
+        verdict.num_accepted = decision.num_accepted
+        verdict.closing = _closing(decision, len(candidates.tokens))
+        num_judged = min(decision.num_accepted + 1, len(candidates.tokens))
+        for index in range(num_judged):
+            verdict.judged.append(_judged(rows[index], candidates, index))
+        for index, token in enumerate(decision.tokens):
+            row = rows[index]
+            largest = float(row.max())
+            verdict.emitted.add(
+                is_argmax=token == reference.lowest_argmax(row),
+                max_prob=largest / float(reference.total(row)),
+            )
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Natural-log probabilities of the unshaped target, float32 [num_rows, vocab_size]."""
+        real = logits[:, : self._options.vocab_size].float()
+        return torch.log_softmax(real.double(), dim=-1).float().cpu()
+
+    def _add_logprobs(
+        self, verdict: Verdict, session: Session, logits: Tensor, tokens: Sequence[int]
+    ) -> None:
+        num_top = min(session.opening.sampling.num_logprobs, self._options.vocab_size)
+        rows = self._log_softmax(logits)
+        for row, token in zip(rows, tokens, strict=True):
+            entry = verdict.logprobs.add(logprob=float(row[token]))
+            if num_top:
+                # Stable on ties: the lower id first, as everywhere.
+                ranked = torch.sort(row, descending=True, stable=True).indices[:num_top].tolist()
+                for other in ranked:
+                    entry.top.add(token_id=other, logprob=float(row[other]))
+
+    def span_attributes(self, task: Task, answer: Verdict) -> Mapping[str, AttributeValue]:
+        """What was decided, where, and what the checks found."""
+        verifying: Verifying = task.role_state
+        attributes: dict[str, AttributeValue] = {
+            Key.NUM_DRAFT_TOKENS: len(verifying.candidates.tokens),
+            Key.NUM_ACCEPTED: answer.num_accepted,
+            Key.NUM_EMITTED: len(answer.tokens),
+            Key.DECIDE_AT: "coordinator" if verifying.at_coordinator else "target",
+            Key.AUDITED: verifying.audit,
+        }
+        if answer.closing:
+            name = target_pb2.Closing.Name(answer.closing)
+            attributes[Key.CLOSING] = name.removeprefix("CLOSING_").lower()
+        if answer.HasField("redraw_mismatch"):
+            attributes[Key.REDRAW_MISMATCH] = answer.redraw_mismatch
+        return attributes
+
+
+def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Closing:
+    if decision.closing is None:
+        return target_pb2.CLOSING_STOPPED
+    if decision.closing is Purpose.RESIDUAL or decision.num_accepted < num_candidates:
+        return target_pb2.CLOSING_RECOVERED
+    return target_pb2.CLOSING_BONUS
+
+
+def _judged(row: Tensor, candidates: Candidates, index: int) -> target_pb2.JudgedCandidate:
+    """p(x), q(x) and the overlap of one judged row; without a row of the draft, p(x) alone."""
+    token = candidates.tokens[index]
+    target_total = float(reference.total(row))
+    judged = target_pb2.JudgedCandidate(target_prob=float(row[token]) / target_total)
+    if candidates.rows:
+        draft = candidates.rows[index]
+        draft_total = float(reference.total(draft.weights))
+        judged.draft_prob = draft.weight(token) / draft_total
+        own = row if draft.ids is None else row[draft.ids]
+        target_law = own.double() / target_total
+        draft_law = draft.weights.double() / draft_total
+        judged.overlap = float(torch.minimum(target_law, draft_law).sum())
+    return judged
