@@ -1,9 +1,9 @@
-"""Attention forward in Triton, and the `specmesh::attention` op that training and compile see.
+"""Attention forward in Triton: the kernel, its inputs and its launch. The op is `attention`.
 
 O = dropout(softmax(scale q.k, capped, biased, masked)) V by blocks of keys with online-softmax
 statistics: no score matrix leaves the chip. Any strides, grouped heads, causal with an explicit
 query offset, sliding window, additive bias, boolean mask, softcap, dropout, packed sequences. Must
-not know pages (`paged_attention`) or how configurations were found (`configs/attention.py`).
+not know pages (`paged_attention`), gradients, or how tiles were chosen (`configs/attention.py`).
 
 Specification: `reference_attention.attention`. Method: Dao et al., arXiv 2205.14135.
 """
@@ -21,12 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import keep_tile, tanh, visible_tile
 from kernels.configs.attention import Tiles, forward_tiles
-from kernels.reference_attention import DEFAULT_OPTIONS, AttentionOptions
-from kernels.softmax_state import LOG2_E, dot, finalize, weigh
+from kernels.reference_attention import AttentionOptions
+from kernels.softmax_state import dot, finalize, weigh
 
 
 @triton.jit(do_not_specialize=["window", "query_offset", "seed", "threshold"])
-def _forward_kernel(
+def _forward_kernel(  # noqa: C901 - options are compile-time branches
     q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, k_tiles, v_tiles,
     scale, softcap, window, query_offset, seed, threshold, keep_scale,
     stride_qb, stride_qh, stride_qt, stride_qd,
@@ -252,25 +252,26 @@ def _check(inputs: Inputs) -> None:
         raise ValueError(f"mask must be bool (True = attend), got {inputs.mask.dtype}")
 
 
-def _descriptors(inputs: Inputs, tiles: Tiles) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """Bulk-copy descriptors of k and v where the config asks for them and the layout allows.
+def descriptor_pair(
+    tensors: tuple[Tensor, Tensor], inputs: Inputs, rows: int
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Bulk-copy descriptors of two dense tensors, `rows` tokens a tile; None where not possible.
 
-    They need a unit last stride, 16-byte aligned base and strides, and unpadded head_dim.
+    They need a unit last stride, 16-byte aligned base and strides, and unpadded head_dim. rows 0:
+    the configuration does not ask for them.
     """
     head_dim = inputs.head_dim
-    if not tiles.descriptors or inputs.packing is not None or head_dim & (head_dim - 1):
+    if not rows or inputs.packing is not None or head_dim & (head_dim - 1):
         return None
-    for tensor in (inputs.k, inputs.v):
+    for tensor in tensors:
         bytes_apart = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
         if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or any(b % 16 for b in bytes_apart):
             return None
         if not all(bytes_apart) or not tensor.numel():
             return None
-    block = [1, 1, tiles.block_n, head_dim]
-    k, v = (
-        TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in (inputs.k, inputs.v)
-    )
-    return k, v
+    block = [1, 1, rows, head_dim]
+    first, second = (TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors)
+    return first, second
 
 
 def launch_forward(
@@ -284,7 +285,7 @@ def launch_forward(
     if not q.numel():
         return out, lse
     tiles = tiles or forward_tiles(q)
-    descriptors = _descriptors(inputs, tiles)
+    descriptors = descriptor_pair((k, v), inputs, tiles.block_n if tiles.descriptors else 0)
     scale = options.scale_for(head_dim)
     packing = inputs.packing
     grid = (triton.cdiv(inputs.num_queries, tiles.block_m), inputs.num_seqs * inputs.num_heads)

@@ -6,7 +6,7 @@ fold ascending into 1024-token chunks and chunks ascending into the total. A lau
 program a leaf, a chunk or the whole sequence; the bits are the same, and verifying k+1 tokens gives
 the bits of k+1 decodes. Tiles are transposed (keys are the long side of the tensor-core shape), so
 that few query rows waste nothing and K and V feed the tensor cores from shared memory. Must not
-know sampling, blocks pools or schedules. Prefill's wrapper is `paged_prefill`.
+know sampling, block pools or schedules. Prefill's wrapper is `paged_prefill`.
 
 Specification: `reference_attention.paged_attention`.
 """
@@ -43,7 +43,7 @@ class Split(IntEnum):
 
 
 @triton.jit
-def _paged_kernel(
+def _paged_kernel(  # noqa: C901 - options are compile-time branches
     q, k_pool, v_pool, block_tables, cu_seqlens_q, context_lens,
     out, lse, part_m, part_l, part_u,
     scale, softcap, window,
@@ -118,13 +118,13 @@ def _paged_kernel(
         m, l, decay, weights = weigh(m, l, s, 1.0, 0)  # noqa: E741
         v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], loadable, 0.0)
         u = dot(v_tile.T, weights.to(v_tile.dtype), u * decay[None, :], ORDERED)
-        if SPLIT != LEAF:
+        if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other is not
             if (first + TILE) % LEAF == 0:
                 chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 0)
                 m = tl.full([ROWS], float("-inf"), tl.float32)
                 l = tl.zeros([ROWS], tl.float32)  # noqa: E741
                 u = tl.zeros([BLOCK_D, ROWS], tl.float32)
-                if SPLIT == 0:
+                if SPLIT == 0:  # noqa: SIM102
                     if (first + TILE) % CHUNK == 0:
                         total_m, total_l, total_u = merge(
                             total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 0

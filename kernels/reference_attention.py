@@ -26,7 +26,7 @@ CHUNK_SIZE = 1024  # tokens whose leaves are folded together before they join th
 # sampling seed, so it need not differ from `streams.Purpose`.
 DROPOUT_STREAM = 0x64726F70
 
-# ---------------------------------------------------------------- online softmax: mergeable statistics
+# ---------------------------------------------------------------- online softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def _reference_point(m: Tensor) -> Tensor:
 
 
 def block_state(scores: Tensor, values: Tensor) -> SoftmaxState:
-    """Statistics of one block. scores: [*rows, n], -inf where masked; values: [.., n, value_dim]."""
+    """Statistics of one block: scores [*rows, n], -inf where masked; values [.., n, value_dim]."""
     m = scores.amax(dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     weights = torch.exp(scores - _reference_point(m)[..., None])
     return SoftmaxState(m, weights.sum(dim=-1), weights @ values)
@@ -280,7 +280,7 @@ def attention_backward(
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Which queries and pages a paged call works on; token i of a sequence is in page i // page_size.
+    """Which queries and pages a paged call works on; token i is in its sequence's page i // size.
 
     cu_seqlens_q: int32 [num_seqs + 1], packed query ranges. context_lens: int32 [num_seqs], tokens
     with valid K/V, this call's own included: query i of n sits at position context_len - n + i.
@@ -369,9 +369,9 @@ def window_error_bound(
 ) -> tuple[Tensor, Tensor]:
     """How far window attention can be from full attention, row by row.
 
-    delta [batch, heads, queries]: the probability mass that full attention (`options`) puts on keys
-    at least `window` positions back; bound = 2 delta M with M the largest ||v|| that a row's kv head
-    holds among all keys: ||o - o'|| <= 2 delta M when delta < 1 (theory.md section 3). Bounds one
+    delta [batch, heads, queries]: the probability mass that full attention (`options`) puts on
+    keys at least `window` positions back; bound = 2 delta M with M the largest ||v|| among all keys
+    of the row's kv head: ||o - o'|| <= 2 delta M when delta < 1 (theory.md section 3). Bounds one
     row's output, not task quality. Rows without visible keys have delta 0.
     """
     probs = _probabilities(q, k, options, None, None).probs

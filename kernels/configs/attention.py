@@ -1,9 +1,9 @@
 """Tile shapes of the attention kernels, one table per architecture, found by an offline sweep.
 
-Serving never autotunes: a row here is a decision, made by `python -m kernels.configs.sweep_attention`
-on the device and checked in. A device without a table, and the interpreter, use FALLBACK. Must not
-know pointers; sizes that change results (leaf, chunk, paged tile) belong to the numeric contract
-and are the same in every row of an architecture.
+Serving never autotunes: a row here is a decision, made on the device by
+`python -m kernels.configs.sweep_attention` and checked in. Must not know pointers; sizes that
+change results (leaf, chunk, paged tile) belong to the numeric contract and are the same in every
+row of an architecture.
 """
 
 from __future__ import annotations
