@@ -116,7 +116,7 @@ class _Writer:
         if num_drafted or prefill:
             draft = SideRecord(
                 "draft-0", 1, Boundaries(confirmed - (0 if prefill else 1), kv_len, 64),
-                Boundaries(confirmed, confirmed + max(0, num_drafted - 1), 64),
+                Boundaries(confirmed, confirmed, 64),
                 total_us=400 + 900 * num_drafted, service_us=100 + 900 * num_drafted,
                 queue_us=80, forward_us=850 * num_drafted, sent_bytes=90, received_bytes=2100,
             )  # fmt: skip
