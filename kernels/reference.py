@@ -47,6 +47,9 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
     In numpy, in place: torch has no full uint64 arithmetic, and this is the hot loop of a CPU draw.
     """
+    if word0.numel() <= 8:  # a few calls are cheaper one by one
+        counters = ((word, position, base_len, int(purpose)) for word in word0.tolist())
+        return torch.tensor([philox(seed, counter) for counter in counters])
     c0 = word0.numpy().astype(np.uint64)
     c1 = np.full_like(c0, position & WORD_MASK)
     c2 = np.full_like(c0, base_len & WORD_MASK)
@@ -99,7 +102,8 @@ def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose:
 
 def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
     """Exponential race times E = -log1p(-u) of token ids (int64 [n], ascending), float64 [n]."""
-    return -torch.log1p(-race_uniforms(seed, ids, position, base_len, purpose).to(torch.float64))
+    uniforms = race_uniforms(seed, ids, position, base_len, purpose).to(torch.float64)
+    return torch.from_numpy(-np.log1p(-uniforms.numpy()))  # numpy's, to the bit, as in `race`
 
 
 def race(
@@ -117,20 +121,21 @@ def race(
     normaliser and no prefix sum, so batch, tile and support encoding cannot change the draw.
     Raises ValueError when no weight is positive.
     """
-    runners = torch.from_numpy(np.flatnonzero(weights.numpy() > 0))
-    if runners.numel() == 0:
+    runners = np.flatnonzero(weights.numpy() > 0)
+    if runners.size == 0:
         raise ValueError("a race needs at least one positive weight")
-    running = weights.index_select(0, runners).to(torch.float64)
-    token_ids = runners if ids is None else ids.index_select(0, runners)
-    uniforms = race_uniforms(seed, token_ids, position, base_len, purpose).to(torch.float64)
+    running = weights.numpy()[runners].astype(np.float64)
+    token_ids = torch.from_numpy(runners if ids is None else ids.numpy()[runners])
+    uniforms = race_uniforms(seed, token_ids, position, base_len, purpose).numpy()
+    uniforms = uniforms.astype(np.float64)
     # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
     # real finish need the logarithm. The winner and its ties are always among them.
     bounds = uniforms / running
     leader = bounds.argmin()
-    finish = -torch.log1p(-uniforms[leader]) / running[leader]
-    contenders = (bounds <= finish).nonzero()[:, 0]
-    times = -torch.log1p(-uniforms[contenders]) / running[contenders]
-    return int(token_ids[contenders[lowest_argmax(-times)]])
+    finish = -np.log1p(-uniforms[leader]) / running[leader]
+    contenders = np.flatnonzero(bounds <= finish)
+    times = -np.log1p(-uniforms[contenders]) / running[contenders]
+    return int(token_ids[contenders[times.argmin()]])  # the first, so the lowest id, on a tie
 
 
 def lowest_argmax(values: Tensor) -> int:
