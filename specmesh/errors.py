@@ -6,7 +6,8 @@ Knows no gRPC: `specmesh/rpc.py` maps classes to statuses and statuses back to t
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 MAX_DETAIL_BYTES = 4096  # HTTP/2 trailers are limited; longer messages are cut
 
@@ -97,15 +98,13 @@ class PrefixMismatch(SpecmeshError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the resync facts through pickling."""
-        return _rebuild_mismatch, (self.message, self.field, self.confirmed_len, self.page_digests)
-
-
-def _rebuild_mismatch(
-    message: str, field: str, confirmed_len: int, page_digests: tuple[tuple[int, int], ...]
-) -> PrefixMismatch:
-    return PrefixMismatch(
-        message, field=field, confirmed_len=confirmed_len, page_digests=page_digests
-    )
+        named: dict[str, Any] = {
+            "field": self.field,
+            "retry_after_s": self.retry_after_s,
+            "confirmed_len": self.confirmed_len,
+            "page_digests": self.page_digests,
+        }
+        return partial(PrefixMismatch, **named), (self.message,)
 
 
 class ModelMismatch(SpecmeshError):
