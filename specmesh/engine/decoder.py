@@ -1,0 +1,285 @@
+"""The forward pass of the Llama family over packed sequences and paged keys and values.
+
+Owns the weights and the order of operations. Must not know sessions, rounds or sampling: it is
+given a `StepBatch` and returns logits. How an operation runs on a device is `layer_ops.py`'s and
+`attention.py`'s concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference_layers import inverse_frequencies, rope_amplitude, rope_table
+from specmesh.engine.attention import (
+    LayerInput,
+    PoolShape,
+    StepLayout,
+    Workspace,
+    attend,
+    lay_out,
+    write_kv,
+)
+from specmesh.engine.families import ModelSpec, read_spec
+from specmesh.engine.kv_cache import KVCache
+from specmesh.engine.layer_ops import LayerOps, Linear, layer_ops
+from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fingerprint
+from specmesh.errors import ConfigError
+from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass over packed sequences; sequence i owns tokens
+    [cu_seqlens_q[i], cu_seqlens_q[i + 1]), the last of its context_lens[i] tokens.
+
+    token_ids, positions, slot_mapping: int64 [num_tokens] on the decoder's device; a slot is
+    page * page_size + offset. context_lens counts tokens with K/V after this step, its own
+    included. block_tables[i]: pages of sequence i, in order. logit_rows: int64 [num_rows], the
+    tokens whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    cu_seqlens_q: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    slot_mapping: Tensor
+    logit_rows: Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        kv_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
+        *,
+        page_size: int,
+        device: str | torch.device = "cpu",
+    ) -> StepBatch:
+        """Pack sequences: token_ids[i] follow the kv_lens[i] tokens of sequence i already written.
+
+        logit_rows index the packed tokens.
+        """
+        cu_seqlens_q, positions, slots, context_lens = [0], [], [], []
+        for tokens, kv_len, table in zip(token_ids, kv_lens, block_tables, strict=True):
+            own = range(kv_len, kv_len + len(tokens))
+            positions.extend(own)
+            slots.extend(table[i // page_size] * page_size + i % page_size for i in own)
+            cu_seqlens_q.append(cu_seqlens_q[-1] + len(tokens))
+            context_lens.append(own.stop)
+        flat = [token for tokens in token_ids for token in tokens]
+        as_tensor = torch.tensor([flat, positions, slots], dtype=torch.int64, device=device)
+        return cls(
+            token_ids=as_tensor[0],
+            positions=as_tensor[1],
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=context_lens,
+            block_tables=[list(table) for table in block_tables],
+            slot_mapping=as_tensor[2],
+            logit_rows=torch.tensor(list(logit_rows), dtype=torch.int64, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one layer: merged query/key/value and gate/up."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+
+
+class Decoder:
+    """A loaded model. `forward` may be called from one thread at a time."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        fingerprint: str = "",
+        embedding_from: Decoder | None = None,
+    ) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self.fingerprint = fingerprint
+        _check_placement(self.device, dtype)
+        if embedding_from is not None:
+            _check_shared_embedding(spec, embedding_from, dtype, self.device)
+        checkpoint.check(spec, shared_embedding=embedding_from is not None)
+        self._ops = layer_ops(self.device, dtype)
+        self._workspace = Workspace(dtype, self.device)
+        self._frequencies = inverse_frequencies(spec.rope).to(self.device)
+        self._amplitude = rope_amplitude(spec.rope)
+        if embedding_from is not None:
+            self._embedding, self._head = embedding_from._embedding, embedding_from._head
+        else:
+            self._embedding = self._place(checkpoint.tensor(EMBEDDING))
+            tied = spec.tie_embeddings
+            head = self._embedding if tied else self._place(checkpoint.tensor(HEAD))
+            self._head = self._ops.linear(head, None)
+        self._final_norm = self._place(checkpoint.tensor(FINAL_NORM))
+        self._layers = [self._load_layer(checkpoint, i) for i in range(spec.num_layers)]
+
+    @property
+    def ops(self) -> LayerOps:
+        """Operations that this decoder runs on."""
+        return self._ops
+
+    def new_cache(self, num_pages: int, page_size: int = 64) -> KVCache:
+        """Make a K/V cache of this decoder's shape, type and device."""
+        return KVCache(
+            self.spec, num_pages, page_size=page_size, dtype=self.dtype, device=self.device
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Run one step. Writes K/V at slot_mapping; returns logits float32 [num_rows, num_embeddings].
+
+        Does not wait for the device. Logits of padded ids are whatever the head says.
+        """
+        spec = self.spec
+        layout = lay_out(
+            batch.cu_seqlens_q,
+            batch.context_lens,
+            batch.block_tables,
+            batch.slot_mapping,
+            PoolShape(
+                cache.num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim, spec.group_size
+            ),
+            spec.windows,
+            self.dtype,
+        )
+        cos, sin = rope_table(batch.positions, self._frequencies, self._amplitude)
+        stream = F.embedding(batch.token_ids, self._embedding)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            attended = self._attend(layer, stream, (cos, sin), cache.pools[i], layout)
+            if i == last and batch.logit_rows.numel() < stream.shape[0]:
+                # Past the last keys and values only the wanted rows matter.
+                attended, stream = attended[batch.logit_rows], stream[batch.logit_rows]
+            stream = layer.out(attended, stream)
+            normed = self._ops.rmsnorm(stream, layer.mlp_norm, spec.rms_eps)
+            stream = layer.down(self._ops.swiglu(layer.gate_up(normed)), stream)
+        if batch.logit_rows.numel() == len(batch.positions):
+            stream = stream[batch.logit_rows]
+        if not stream.shape[0]:
+            return stream.new_zeros((0, spec.num_embeddings), dtype=torch.float32)
+        return self._head(self._ops.rmsnorm(stream, self._final_norm, spec.rms_eps)).float()
+
+    def _attend(
+        self,
+        layer: _Layer,
+        stream: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        pool: Tensor,
+        layout: StepLayout,
+    ) -> Tensor:
+        """Norm, projection, rotation, K/V write and attention: [num_tokens, heads * head_dim]."""
+        spec = self.spec
+        qkv = layer.qkv(self._ops.rmsnorm(stream, layer.attention_norm, spec.rms_eps))
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        num_rotated = spec.num_heads + spec.num_kv_heads
+        rotated = heads[:, :num_rotated]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = self._ops.rmsnorm(heads[:, : spec.num_heads], layer.q_norm, spec.rms_eps)
+            keys = heads[:, spec.num_heads : num_rotated]
+            rotated = torch.cat((queries, self._ops.rmsnorm(keys, layer.k_norm, spec.rms_eps)), 1)
+        rotated = self._ops.rope(rotated, *rotation)
+        inputs = LayerInput(
+            rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
+        )
+        write_kv(pool, layout, inputs.keys, inputs.values)
+        return attend(inputs, pool, layout, layer.window, self._workspace)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:
+        layer, spec = f"model.layers.{index}", self.spec
+
+        def merged(names: tuple[str, ...], bias: bool) -> Linear:
+            weights = [self._place(checkpoint.tensor(f"{layer}.{n}.weight")) for n in names]
+            biases = [self._place(checkpoint.tensor(f"{layer}.{n}.bias")) for n in names if bias]
+            return self._ops.linear(torch.cat(weights), torch.cat(biases) if bias else None)
+
+        def vector(name: str) -> Tensor:
+            return self._place(checkpoint.tensor(f"{layer}.{name}.weight"))
+
+        projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        return _Layer(
+            attention_norm=vector("input_layernorm"),
+            qkv=merged(projections, spec.qkv_bias),
+            out=merged(("self_attn.o_proj",), spec.out_bias),
+            mlp_norm=vector("post_attention_layernorm"),
+            gate_up=merged(("mlp.gate_proj", "mlp.up_proj"), spec.mlp_bias),
+            down=merged(("mlp.down_proj",), spec.mlp_bias),
+            q_norm=vector("self_attn.q_norm") if spec.qk_norm else None,
+            k_norm=vector("self_attn.k_norm") if spec.qk_norm else None,
+            window=spec.windows[index],
+        )
+
+
+def _check_placement(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unsupported device {device}: expected cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, and this machine or torch build has none")
+    allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+    if dtype not in allowed:
+        names = ", ".join(str(each).removeprefix("torch.") for each in allowed)
+        raise ConfigError(f"unsupported dtype {dtype} on {device.type}: expected one of {names}")
+
+
+def _check_shared_embedding(
+    spec: ModelSpec, owner: Decoder, dtype: torch.dtype, device: torch.device
+) -> None:
+    ours = (spec.num_embeddings, spec.hidden_size, dtype, device)
+    theirs = (owner.spec.num_embeddings, owner.spec.hidden_size, owner.dtype, owner.device)
+    if ours != theirs or spec.tie_embeddings != owner.spec.tie_embeddings:
+        raise ConfigError(
+            f"cannot share an embedding of (rows, width, dtype, device) {theirs} with a model "
+            f"that needs {ours}"
+        )
+
+
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    embedding_from: Decoder | None = None,
+) -> Decoder:
+    """Load a Hugging Face folder. Raises ConfigError saying what is wrong and what is supported.
+
+    The real vocabulary is the tokenizer's where the folder has one, else the configuration's.
+    embedding_from shares embedding and head with another decoder of the same process.
+    """
+    tokenizer = folder / TOKENIZER_FILE
+    vocab_size = load_tokenizer(folder).vocab_size if tokenizer.is_file() else None
+    spec = read_spec(folder, vocab_size)
+    with Checkpoint(folder) as checkpoint:
+        return Decoder(
+            spec,
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            fingerprint=fingerprint(folder),
+            embedding_from=embedding_from,
+        )

@@ -1,0 +1,88 @@
+"""The arithmetic of a layer on a device: one table of operations, chosen once per decoder.
+
+The decoder calls these and nothing else, so a faster device plugs in here. Operations on a CPU are
+the reference layers, with weights laid out once for oneDNN's matrix product: measured on two
+cores with SmolLM2's shapes, 2 to 3 times faster than `F.linear` from 1 to 16 rows, because
+`F.linear` never sees the weights twice. Must not know pages or sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import reference_layers
+
+
+class Linear(Protocol):
+    """y = x @ weight^T + bias (+ residual). x [num_rows, n_in], y [num_rows, n_out]."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return a new tensor of x's type."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """The reference product over a weight [n_out, n_in] kept as it is."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear`."""
+        return reference_layers.linear(x, self.weight, self.bias, residual=residual)
+
+
+class PackedLinear:
+    """A weight reordered once into oneDNN's own layout. The original can be dropped."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._bias = bias
+        self._plain = torch.ops.mkldnn._linear_pointwise.default
+        self._added = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear`."""
+        if residual is None:
+            y: Tensor = self._plain(x, self._packed, self._bias, "none", [], "")
+        else:
+            y = self._added(x, residual, self._packed, self._bias, "add")
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """Operations of one device. Signatures are those of `kernels.reference_layers`."""
+
+    linear: Callable[[Tensor, Tensor | None], Linear]
+    rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    swiglu: Callable[[Tensor], Tensor]
+
+
+def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
+    """Choose the operations of a device and type."""
+    packs = device.type == "cpu" and _can_pack(dtype)
+    return LayerOps(
+        linear=PackedLinear if packs else PlainLinear,
+        rmsnorm=reference_layers.rmsnorm,
+        rope=reference_layers.rope,
+        swiglu=reference_layers.swiglu,
+    )
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has oneDNN's packed product for the type (x86 wheels do)."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
