@@ -1,0 +1,306 @@
+"""The session protocol without faults: order, boundaries, stops, budgets, resume, accounting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.messages import (
+    Audit,
+    Cancel,
+    Close,
+    Fail,
+    Finish,
+    FinishReason,
+    Open,
+    PlaceDraft,
+    Propose,
+    Rule,
+    SessionPlan,
+    Side,
+    Verify,
+)
+from coordinator.protocol import Stage
+from tests.sim.fakes import (
+    VOCAB_SIZE,
+    FakeDraft,
+    FakeTarget,
+    Loopback,
+    agreeable,
+    expected_output,
+    make_session,
+    next_token,
+)
+
+PROMPT = (5, 6, 7)
+
+
+def plan_of(**changes: object) -> SessionPlan:
+    fields: dict[str, object] = {
+        "prompt": PROMPT, "max_len": len(PROMPT) + 30, "vocab_size": VOCAB_SIZE,
+        "rule": Rule.COUPLED,
+    }
+    return SessionPlan(**{**fields, **changes})  # type: ignore[arg-type]  # test fields
+
+
+def run(plan: SessionPlan, draft: FakeDraft | None = None, **options: object) -> Loopback:
+    target = FakeTarget(stop_ids=plan.stop_ids, decide_here=plan.decide_here)
+    drafts = {} if draft is None else {draft.name: draft}
+    loopback = Loopback(make_session(plan, **options), {"target": target}, drafts)  # type: ignore[arg-type]  # test options
+    loopback.run()
+    assert not target.sessions, "the target's session was not closed"
+    assert all(not draft.sessions for draft in drafts.values())
+    return loopback
+
+
+@pytest.mark.parametrize("decide_here", [False, True])
+@pytest.mark.parametrize("k", [None, 0, 1, 2, 5, 8])
+def test_output_depends_on_the_target_alone(k: int | None, decide_here: bool) -> None:
+    """Any k and either placement deliver the target's own continuation, once each."""
+    plan = plan_of(num_draft_tokens=k, decide_here=decide_here)
+    loopback = run(plan, FakeDraft())
+    assert loopback.tokens == expected_output(PROMPT, 30)
+    assert isinstance(loopback.ended, Finish)
+    assert loopback.ended.reason is FinishReason.LENGTH
+    assert loopback.ended.stats.completion_tokens == 30
+
+
+@pytest.mark.parametrize("prompt_len", range(1, 8))
+def test_prompts_shorter_than_a_block(prompt_len: int) -> None:
+    """Prompts of length 1..k+2 work: nothing assumes a block fits before the first token."""
+    prompt = tuple(range(1, prompt_len + 1))
+    loopback = run(plan_of(prompt=prompt, max_len=prompt_len + 9, num_draft_tokens=5), FakeDraft())
+    assert loopback.tokens == expected_output(prompt, 9)
+
+
+def test_boundaries_follow_the_table() -> None:
+    """After j < k accepted the draft is fed 1 token, after all k it is fed 2 (DESIGN section 4)."""
+    loopback = run(plan_of(num_draft_tokens=3), FakeDraft())
+    proposals = [
+        command
+        for send in loopback.sent if send.side is Side.DRAFT
+        for command in send.commands
+        if isinstance(command, Propose) and command.num_draft_tokens
+    ]
+    judged = [record for record in loopback.records if record.num_draft_tokens]
+    outcomes = set()
+    for record, following in zip(judged, proposals[1:], strict=False):
+        j, k = record.num_accepted, record.num_draft_tokens
+        outcomes.add(j == k)
+        assert following.prefix.num_accepted == j
+        assert following.prefix.base_len == record.base_len + j + 1
+        valid_kv = min(record.base_len + k - 1, record.base_len + j)
+        assert following.prefix.base_len - valid_kv == (2 if j == k else 1)
+    assert outcomes == {True, False}, "both a rejection and a full acceptance must occur"
+
+
+def test_acceptance_is_full_when_draft_is_target() -> None:
+    """A draft that is the target loses no candidate, at every k."""
+    for k in range(1, 9):
+        ended = run(plan_of(num_draft_tokens=k), FakeDraft(model=agreeable)).ended
+        assert isinstance(ended, Finish)
+        assert ended.stats.num_accepted == ended.stats.num_draft_tokens > 0
+
+
+def test_first_token_does_not_wait_for_the_draft() -> None:
+    """On a shared device nothing is sent to the draft before the first token is out."""
+    plan = plan_of(num_draft_tokens=3)
+    draft = FakeDraft(device_id="cpu")
+    loopback = Loopback(make_session(plan), {"t": FakeTarget("t", "cpu")}, {"draft": draft})
+    seen: list[int] = []
+
+    def count_chunks(action: object) -> None:
+        if getattr(action, "side", None) is Side.DRAFT and hasattr(action, "commands"):
+            seen.append(len(loopback.chunks))
+
+    loopback.tamper = count_chunks
+    loopback.run()
+    assert seen[0] == 1
+
+
+def test_draft_prefills_beside_the_target_on_its_own_device() -> None:
+    """On separate devices Open and a fill (k = 0) go to the draft before the first verdict."""
+    loopback = run(plan_of(num_draft_tokens=3), FakeDraft())
+    first = next(send for send in loopback.sent if send.side is Side.DRAFT)
+    assert [type(command) for command in first.commands] == [Open, Propose]
+    assert first.commands[1].num_draft_tokens == 0  # type: ignore[union-attr]  # checked above
+    assert loopback.sent.index(first) == 1
+
+
+def test_k_never_exceeds_the_budget() -> None:
+    """k <= remaining - 1 at every round, and max_tokens = 1 needs no round at all."""
+    for budget in range(1, 12):
+        loopback = run(plan_of(max_len=len(PROMPT) + budget, num_draft_tokens=8), FakeDraft())
+        assert loopback.tokens == expected_output(PROMPT, budget)
+        for record in loopback.records:
+            remaining = len(PROMPT) + budget - record.base_len
+            assert record.num_draft_tokens <= max(0, remaining - 1)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+@pytest.mark.parametrize("stop_at", range(1, 12))
+@pytest.mark.parametrize("budget", [1, 3, 6, 20])
+def test_stop_token_at_every_index(k: int, stop_at: int, budget: int) -> None:
+    """The output ends with the first stop token, wherever in a block it falls, or at the budget."""
+    natural = expected_output(PROMPT, 20)
+    stop_id = natural[stop_at - 1]
+    first = natural.index(stop_id) + 1
+    plan = plan_of(
+        max_len=len(PROMPT) + budget, num_draft_tokens=k, stop_ids=frozenset({stop_id}),
+        plain_steps=8,
+    )
+    loopback = run(plan, FakeDraft(model=agreeable))
+    assert loopback.tokens == natural[: min(first, budget)]
+    assert isinstance(loopback.ended, Finish)
+    stopped = first <= budget
+    assert loopback.ended.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    assert loopback.ended.matched_stop_token_id == (stop_id if stopped else None)
+
+
+def test_stop_string_cuts_text_and_keeps_ids() -> None:
+    """Text ends where the stop string begins; ids and usage include the completing token."""
+    natural = expected_output(PROMPT, 30)
+    stop = f"{natural[4]}.{natural[5]}"
+    loopback = run(plan_of(num_draft_tokens=4), FakeDraft(model=agreeable), stop_strings=[stop])
+    assert loopback.tokens == natural[:6]
+    assert loopback.text == "".join(f"{token}." for token in natural[:4])
+    assert isinstance(loopback.ended, Finish)
+    assert loopback.ended.matched_stop == stop
+    assert loopback.ended.stats.completion_tokens == 6
+
+
+@pytest.mark.parametrize("k", [0, 3, None])
+def test_resume_at_every_round(k: int | None) -> None:
+    """Resumed at any round boundary, the rest is what the undisturbed run would have given."""
+    whole = run(plan_of(num_draft_tokens=k), FakeDraft())
+    held: list[int] = []
+    for chunk in whole.chunks[:-1]:
+        held.extend(chunk.tokens)
+        plan = plan_of(
+            num_draft_tokens=k, resume=tuple(held), resume_round=chunk.round_index + 1
+        )
+        resumed = run(plan, FakeDraft())
+        assert held + resumed.tokens == whole.tokens
+        assert resumed.chunks[0].round_index == chunk.round_index + 1
+        first = next(
+            command for send in resumed.sent for command in send.commands
+            if isinstance(command, Verify)
+        )
+        assert first.prefix.append == PROMPT + tuple(held), "one command rebuilds the whole prefix"
+
+
+def test_resume_of_a_finished_output_only_finishes() -> None:
+    """A client that lost only the last message gets it without a token being drawn again."""
+    natural = expected_output(PROMPT, 3)
+    plan = plan_of(resume=tuple(natural), resume_round=2, stop_ids=frozenset({natural[-1]}))
+    loopback = run(plan, FakeDraft())
+    assert not loopback.sent
+    assert not loopback.tokens
+    assert isinstance(loopback.ended, Finish)
+    assert loopback.ended.reason is FinishReason.STOP
+
+
+def test_resumed_ids_past_the_end_are_refused() -> None:
+    """Ids that go on after a stop token are the caller's error, naming the field."""
+    plan = plan_of(resume=(1, 2, 3), resume_round=1, stop_ids=frozenset({2}))
+    ended = run(plan).ended
+    assert isinstance(ended, Fail)
+    assert (ended.failure.reason, ended.failure.field) == ("INVALID_REQUEST", "resume_token_ids")
+
+
+def test_accounts_add_up() -> None:
+    """Counts of the end equal the sums over the round records, position by position."""
+    loopback = run(plan_of(num_draft_tokens=4), FakeDraft())
+    assert isinstance(loopback.ended, Finish)
+    stats, rounds = loopback.ended.stats, [r for r in loopback.records if not r.is_prefill]
+    assert stats.num_rounds == len(rounds)
+    assert stats.num_draft_tokens == sum(r.num_draft_tokens for r in rounds)
+    assert stats.num_accepted == sum(r.num_accepted for r in rounds)
+    assert sum(stats.accepted_per_position) == stats.num_accepted
+    for position, judged in enumerate(stats.judged_per_position):
+        assert judged == sum(r.num_judged > position for r in rounds)
+    assert sum(stats.fallback_rounds.values()) == sum(not r.num_draft_tokens for r in rounds)
+    assert stats.completion_tokens == sum(r.num_committed for r in loopback.records)
+
+
+def test_plain_decoding_takes_larger_steps() -> None:
+    """With k = 0 the commands grow to plain_steps, so the link is not the bottleneck."""
+    loopback = run(plan_of(num_draft_tokens=0, plain_steps=8))
+    steps = [
+        command.num_steps for send in loopback.sent for command in send.commands
+        if isinstance(command, Verify)
+    ]
+    assert steps == [1, 1, 2, 4, 8, 8, 6]
+    assert not any(isinstance(action, PlaceDraft) for action in loopback.others)
+
+
+def test_audited_rounds_come_back_with_rows() -> None:
+    """With ratio 1 every round of the target is handed to the audit with its rows."""
+    loopback = run(plan_of(num_draft_tokens=2, audit_ratio=1.0), FakeDraft())
+    rounds = [record for record in loopback.records if not record.is_prefill]
+    assert len(loopback.audits) == len(rounds)
+    assert all(record.audited for record in rounds)
+    for audit in loopback.audits:
+        assert isinstance(audit, Audit)
+        assert len(audit.target_rows) == len(audit.candidates) + 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_cancel_after_every_event(k: int) -> None:
+    """Cancelled anywhere, the session closes what it opened, fails once and ignores the rest."""
+    total = 0
+    while True:
+        plan = plan_of(num_draft_tokens=k, max_len=len(PROMPT) + 8)
+        target, draft = FakeTarget(), FakeDraft()
+        loopback = Loopback(make_session(plan), {"target": target}, {"draft": draft})
+        seen: list[object] = []
+
+        def cancel_later(
+            action: object, seen: list[object] = seen, at: int = total, inbox: Any = loopback.inbox
+        ) -> None:
+            seen.append(action)
+            if len(seen) == at:
+                inbox.appendleft(Cancel("CANCELLED", "gone"))
+
+        loopback.tamper = cancel_later
+        ended = loopback.run()
+        assert loopback.session.stage is Stage.DONE
+        assert not target.sessions
+        assert not draft.sessions
+        if isinstance(ended, Finish) and len(seen) < total:
+            break
+        if isinstance(ended, Fail):
+            assert ended.failure.reason == "CANCELLED"
+            produced = loopback.tokens
+            assert produced == expected_output(PROMPT, len(produced))
+        total += 1
+    assert total > 10
+
+
+def test_closing_happens_once_per_side() -> None:
+    """A finished session sends exactly one Close to each side it opened."""
+    loopback = run(plan_of(num_draft_tokens=2), FakeDraft())
+    closes = [
+        send.side for send in loopback.sent for command in send.commands
+        if isinstance(command, Close)
+    ]
+    assert sorted(side.value for side in closes) == ["draft", "target"]
+
+
+def test_choice_is_made_before_the_draw() -> None:
+    """The policy is asked with the room left and nothing else; what it says is what is drafted."""
+    asked: list[int] = []
+
+    def choose(limit: int) -> int:
+        asked.append(limit)
+        return min(2, limit)
+
+    plan = plan_of(max_len=len(PROMPT) + 5, max_num_draft_tokens=4)
+    loopback = Loopback(
+        make_session(plan, choose), {"target": FakeTarget()}, {"draft": FakeDraft()}
+    )
+    loopback.run()
+    assert max(asked) <= 4
+    assert all(record.num_draft_tokens <= 2 for record in loopback.records)
+    assert next_token(PROMPT) == loopback.tokens[0]
