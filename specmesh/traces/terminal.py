@@ -81,15 +81,17 @@ def print_trace(trace: Trace, console: Console) -> None:
     plain = console.options.ascii_only
     rows = trace.tree()
     first_ns = trace.start_ns
+    facts_heading = "k, accepted, confirmed/kv"
     names = [_guide(rows, index, plain) + _name(span) for index, (_, span) in enumerate(rows)]
     starts = [_milliseconds((span.start_ns - first_ns) / 1e6) for _, span in rows]
     durations = [_milliseconds(span.duration_ms) for _, span in rows]
     facts = [_facts(span) for _, span in rows]
-    left = console.width - _width(names) - _width(durations) - 3
-    left -= min(MAX_FACTS_WIDTH, _width([fact.plain for fact in facts]))
-    show_start = left - _width(starts) - 1 >= COMFORTABLE_BAR_WIDTH
+    left = console.width - _width("span", names) - _width("duration", durations) - 4
+    left -= min(MAX_FACTS_WIDTH, _width(facts_heading, [fact.plain for fact in facts]))
+    start_width = _width("start", starts) + 1
+    show_start = left - start_width >= COMFORTABLE_BAR_WIDTH
     if show_start:
-        left -= _width(starts) + 1
+        left -= start_width
     bar_width = max(MIN_BAR_WIDTH, min(MAX_BAR_WIDTH, left))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("span", no_wrap=True)
@@ -97,7 +99,7 @@ def print_trace(trace: Trace, console: Console) -> None:
         table.add_column("start", justify="right", no_wrap=True)
     table.add_column("duration", justify="right", no_wrap=True)
     table.add_column("timeline", no_wrap=True, width=bar_width)
-    table.add_column("k, accepted, confirmed/kv", no_wrap=True, overflow="ellipsis")
+    table.add_column(facts_heading, no_wrap=True, overflow="ellipsis")
     whole_ns = max(1, trace.end_ns - first_ns)
     for index, (depth, span) in enumerate(rows):
         cells = [Text(names[index], style="bold" if depth == 0 else "")]
@@ -284,8 +286,8 @@ def _print_time_split(trace: Trace, console: Console) -> None:
     console.print(Text(line, style="dim"))
 
 
-def _width(texts: Sequence[str]) -> int:
-    return max((len(text) for text in texts), default=0)
+def _width(heading: str, texts: Sequence[str]) -> int:
+    return max(len(heading), *(len(text) for text in texts))
 
 
 def _clock(unix_ns: int) -> str:
