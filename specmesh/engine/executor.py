@@ -57,9 +57,10 @@ class StepExecutor:
         start_ns = self._clock_ns()
         for source, copy in step.copies:
             self._device.cache.copy_page(source, copy)
-        batch = build_batch(step.segments, self._device.pool.page_size)
+        batch = build_batch(step.segments, self._device.pool.page_size, self._device.decoder.device)
         with torch.inference_mode():
-            logits = self._device.decoder.forward(batch, self._device.cache)
+            # Rows are decided by the reference functions, which run on the CPU.
+            logits = self._device.decoder.forward(batch, self._device.cache).cpu()
         end_ns = self._clock_ns()
         finished, unfinished = [], []
         first_row = 0
@@ -86,19 +87,20 @@ class StepExecutor:
     def warm_up(self) -> None:
         """Run a prefill and a decode on a page of its own, so that no request pays for it."""
         device = self._device
+        on = device.decoder.device
         pages = device.pool.allocate(1)
         prefill_len = min(8, device.pool.page_size - 1)
         try:
             for start, end in ((0, prefill_len), (prefill_len, prefill_len + 1)):
-                positions = torch.arange(start, end)
+                positions = torch.arange(start, end, device=on)
                 batch = StepBatch(
-                    token_ids=torch.zeros(end - start, dtype=torch.int64),
+                    token_ids=torch.zeros(end - start, dtype=torch.int64, device=on),
                     positions=positions,
                     cu_seqlens_q=[0, end - start],
                     context_lens=[end],
                     block_tables=[pages],
                     slot_mapping=pages[0] * device.pool.page_size + positions,
-                    logit_rows=torch.tensor([end - start - 1]),
+                    logit_rows=torch.tensor([end - start - 1], device=on),
                 )
                 with torch.inference_mode():
                     device.decoder.forward(batch, device.cache)
@@ -106,8 +108,8 @@ class StepExecutor:
             device.pool.release_all(pages)
 
 
-def build_batch(segments: Sequence[Segment], page_size: int) -> StepBatch:
-    """Pack segments, in order, into one batch of tensors on the CPU."""
+def build_batch(segments: Sequence[Segment], page_size: int, on: torch.device) -> StepBatch:
+    """Pack segments, in order, into one batch of tensors on a device."""
     token_ids: list[int] = []
     positions, slots, rows = [], [], []
     cu_seqlens_q = [0]
@@ -124,11 +126,11 @@ def build_batch(segments: Sequence[Segment], page_size: int) -> StepBatch:
         cu_seqlens_q.append(len(token_ids))
         rows.append(np.arange(len(token_ids) - segment.num_rows, len(token_ids)))
     return StepBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.from_numpy(np.concatenate(positions)),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=on),
+        positions=torch.from_numpy(np.concatenate(positions)).to(on),
         cu_seqlens_q=cu_seqlens_q,
         context_lens=[segment.end for segment in segments],
         block_tables=block_tables,
-        slot_mapping=torch.from_numpy(np.concatenate(slots)),
-        logit_rows=torch.from_numpy(np.concatenate(rows)),
+        slot_mapping=torch.from_numpy(np.concatenate(slots)).to(on),
+        logit_rows=torch.from_numpy(np.concatenate(rows)).to(on),
     )
