@@ -150,7 +150,7 @@ class Stack:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop every process; at once when leaving by an error."""
+        """Stop every process."""
         self.stop()
 
     def address(self, name: str) -> str:

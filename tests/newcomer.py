@@ -1,4 +1,4 @@
-"""Tries the commands of README.md in a fresh clone, as somebody new would: what `make newcomer` runs.
+"""Tries the commands of README.md in a fresh clone, as a new user would: `make newcomer`.
 
 Every ```sh block is run line by line, in order, in a clone of the last commit with an empty cache
 and no environment of ours. `specmesh up` is left running for the blocks after it and stopped at the

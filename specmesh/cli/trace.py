@@ -58,9 +58,9 @@ def export(
     trace_dir: list[Path] | None = _TRACE_DIR,
 ) -> None:
     """Write one request to a file that needs nothing else."""
-    from specmesh.traces.page import write_page
+    from specmesh.traces.page import export_trace
 
     if html is None:
         raise InvalidRequest("say where to write: --html FILE", field="html")
-    write_page(_folders(trace_dir), trace_id, html)
+    export_trace(_folders(trace_dir), trace_id, html)
     stderr().print(f"wrote {html}", markup=False)
