@@ -141,7 +141,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
         backend = FastTokenizer.from_str(text)
         fields = json.loads(text)
-    except Exception as broken:  # noqa: BLE001 - the Rust library raises bare Exception
+    except Exception as broken:  # the Rust library raises bare Exception
         raise ConfigError(f"{path} is not a tokenizer: {broken}") from broken
     backend.no_padding()
     backend.no_truncation()

@@ -70,7 +70,9 @@ class StepBatch:
 
         logit_rows index the packed tokens.
         """
-        cu_seqlens_q, positions, slots, context_lens = [0], [], [], []
+        cu_seqlens_q, context_lens = [0], []
+        positions: list[int] = []
+        slots: list[int] = []
         for tokens, kv_len, table in zip(token_ids, kv_lens, block_tables, strict=True):
             own = range(kv_len, kv_len + len(tokens))
             positions.extend(own)
@@ -129,7 +131,8 @@ class Decoder:
         self._frequencies = inverse_frequencies(spec.rope).to(self.device)
         self._amplitude = rope_amplitude(spec.rope)
         if embedding_from is not None:
-            self._embedding, self._head = embedding_from._embedding, embedding_from._head
+            self._embedding: Tensor = embedding_from._embedding
+            self._head: Linear = embedding_from._head
         else:
             self._embedding = self._place(checkpoint.tensor(EMBEDDING))
             tied = spec.tie_embeddings
@@ -151,7 +154,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Run one step. Writes K/V at slot_mapping; returns logits float32 [num_rows, num_embeddings].
+        """Run one step: write K/V at slot_mapping, return logits [num_rows, num_embeddings], float32.
 
         Does not wait for the device. Logits of padded ids are whatever the head says.
         """

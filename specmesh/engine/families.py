@@ -219,11 +219,11 @@ def _windows(config: Config, family: Family, num_layers: int) -> tuple[int | Non
 def _rope(config: Config, family: Family, head_dim: int, max_context_len: int) -> Rope:
     """Rotary embedding: `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old)."""
     fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = fields.get("rope_theta") or config.get("rope_theta") or family.default_theta
+    theta = float(fields.get("rope_theta") or config.get("rope_theta") or family.default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(f"unsupported rotary scaling {kind!r}; {SUPPORTED}")
-    share = float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    share = float(fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     names = (
         "factor",
         "low_freq_factor",
@@ -240,7 +240,7 @@ def _rope(config: Config, family: Family, head_dim: int, max_context_len: int) -
         raise ConfigError(f"rotary scaling {kind!r} needs a factor")
     original = fields.get("original_max_position_embeddings") or max_context_len
     return Rope(
-        theta=float(theta),
+        theta=theta,
         rotary_dim=int(head_dim * share),
         kind=kind,
         original_context_len=int(original),

@@ -79,9 +79,7 @@ def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
 
 def _can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch has oneDNN's packed product for the type (x86 wheels do)."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -22,6 +22,7 @@ from specmesh.errors import ConfigError
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+CHECKSUMS_FILE = "checksums.json"
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -46,11 +47,36 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over config.json and every weight file: equal exactly for the same model bytes."""
+    """sha256 over config.json and every weight file: equal exactly for the same model bytes.
+
+    Raises ConfigError where the folder's own checksums.json says that a file is damaged.
+    """
+    recorded = _recorded(folder)
     total = hashlib.sha256()
     for file in [folder / "config.json", *weight_files(folder)]:
-        total.update(file_digest(file).encode())
+        digest = file_digest(file)
+        expected = recorded.get(file.name, {}).get("sha256", digest)
+        if digest != expected:
+            raise ConfigError(
+                f"{file} is damaged: sha256 {digest}, recorded {expected}; remove {folder}"
+            )
+        total.update(digest.encode())
     return total.hexdigest()
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder with checksums holds every file at its recorded size. Reads no contents."""
+    recorded = _recorded(folder)
+    return bool(recorded) and all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
+        for name, entry in recorded.items()
+    )
+
+
+def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / CHECKSUMS_FILE
+    files = read_json(path).get("files", {}) if path.is_file() else {}
+    return dict(files)
 
 
 def file_digest(path: Path) -> str:
