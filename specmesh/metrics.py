@@ -149,6 +149,10 @@ class CoordinatorMetrics:
             "specmesh_round_duration_seconds", "Whole round", buckets=ROUND_BUCKETS,
             registry=registry,
         )
+        self._prefill_duration = Histogram(
+            "specmesh_prefill_duration_seconds", "Prompt to first token", buckets=ROUND_BUCKETS,
+            registry=registry,
+        )
         round_time = Counter(
             "specmesh_round_seconds", "Where round time went", ("part",), registry=registry
         )
@@ -219,9 +223,12 @@ class CoordinatorMetrics:
 
     def observe_round(self, record: RoundRecord) -> tuple[str, ...]:
         """Count one finished round. Returns the detectors whose alarm it raised (usually none)."""
+        self._output_tokens.inc(record.num_committed)
+        if record.is_prefill:
+            self._prefill_duration.observe(record.duration_us * 1e-6)
+            return self._observe_checks(record)
         self._round_count[record.closing].inc()
         self._round_duration.observe(record.duration_us * 1e-6)
-        self._output_tokens.inc(record.num_committed)
         if record.num_draft_tokens:
             self._draft_tokens.inc(record.num_draft_tokens)
             self._accepted_tokens.inc(record.num_accepted)
@@ -230,7 +237,7 @@ class CoordinatorMetrics:
             for counter in self._accepted_at[: record.num_accepted]:
                 counter.inc()
             self._dropped_mass.inc(sum(record.dropped_mass))
-        if record.fallback:
+        elif record.fallback:
             self._fallback.labels(record.fallback).inc()
         if record.expected_tokens is not None:
             self._expected.inc(record.expected_tokens)

@@ -43,7 +43,7 @@ class SideRecord:
 
 @dataclass(slots=True)
 class RoundRecord:
-    """One round of one session.
+    """One round of one session, or (is_prefill) the prompt's, which counts as no round.
 
     num_emitted: tokens decided, before stop rules cut any; num_committed: tokens that reached the
     caller. num_judged: candidates judged (the accepted ones and the first rejected). closing:
@@ -57,6 +57,7 @@ class RoundRecord:
     round_index: int
     base_len: int
     sample_index: int = 0
+    is_prefill: bool = False
     rule: str = "residual"
     num_draft_tokens: int = 0
     num_judged: int = 0

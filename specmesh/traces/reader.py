@@ -144,7 +144,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """One line of `specmesh trace list`."""
+    """One line of `specmesh trace list`. The prefill is no round."""
 
     trace_id: str
     request_id: str
@@ -211,7 +211,7 @@ def summarize(trace: Trace) -> TraceSummary:
         start_ns=whole.start_ns,
         duration_ms=(whole.end_ns - whole.start_ns) / 1e6,
         num_output_tokens=int(tokens),
-        num_rounds=len(steps),
+        num_rounds=sum(step.name == ROUND for step in steps),
         num_draft_tokens=sum(step.count(Key.NUM_DRAFT_TOKENS) for step in steps),
         num_accepted=sum(step.count(Key.NUM_ACCEPTED) for step in steps),
         finish=finish,

@@ -87,7 +87,7 @@ class _Writer:
         sample = Sample(
             trace_id=tel.trace_id(root),
             num_output_tokens=confirmed - PROMPT_LEN,
-            num_rounds=len(records),
+            num_rounds=len(outcomes),
             num_draft_tokens=sum(record.num_draft_tokens for record in records),
             num_accepted=sum(record.num_accepted for record in records),
         )
@@ -130,11 +130,13 @@ class _Writer:
         self._command(VERIFY, TARGET_FORWARD, span, index, target, num_drafted, 1)
         num_judged = min(num_drafted, num_accepted + 1)
         return RoundRecord(
-            "session-1", index, confirmed, num_draft_tokens=num_drafted, num_judged=num_judged,
-            num_accepted=num_accepted, num_emitted=num_accepted + 1,
+            "session-1", index, confirmed, is_prefill=prefill,
+            num_draft_tokens=num_drafted, num_judged=num_judged, num_accepted=num_accepted,
+            num_emitted=num_accepted + 1,
             num_committed=num_accepted + 1, closing=closing,
             fallback="draft_deadline" if not (num_drafted or prefill) else "",
-            encoding="sparse_f32" if num_drafted else "", expected_tokens=1.9,
+            encoding="sparse_f32" if num_drafted else "",
+            expected_tokens=1.9 if num_drafted else None,
             manage_us=350, target=target, draft=draft,
             target_probs=[0.61, 0.42, 0.07, 0.33][:num_judged],
             draft_probs=[0.55, 0.5, 0.36, 0.2][:num_judged],

@@ -43,7 +43,7 @@ def test_list_shows_totals_of_each_request(tmp_path: Path) -> None:
     console, file = drawn(80)
     list_traces([tmp_path], console)
     (row,) = (row for row in text_of(file).splitlines() if sample.trace_id[:12] in row)
-    assert row.split()[-5:] == ["24", "9", "60", "%", "stop"]
+    assert row.split()[-5:] == ["24", "8", "60", "%", "stop"]
 
 
 def test_show_draws_every_round_with_k_accepted_and_boundaries(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_json_output_is_one_document(tmp_path: Path) -> None:
     show_trace([tmp_path], sample.trace_id, console, as_json=True)
     shown = json.loads(text_of(file))
     assert listed["accepted_tokens"] == shown["accepted_tokens"] == sample.num_accepted
-    assert sum(span["name"] == VERIFY for span in shown["spans"]) == sample.num_rounds
+    assert sum(span["name"] == VERIFY for span in shown["spans"]) == 1 + sample.num_rounds
 
 
 class Page(HTMLParser):
@@ -251,7 +251,7 @@ def test_a_browser_draws_the_page_from_disk(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     dom = result.stdout
-    assert dom.count("<tr data-round=") == sample.num_rounds
+    assert dom.count("<tr data-round=") == 1 + sample.num_rounds
     assert len(re.findall(r"<rect [^>]*data-round=", dom)) == 9 + 33 + 18
     assert "Round 1" in dom
     assert "&lt;/script&gt;&lt;b&gt;&amp;" in dom

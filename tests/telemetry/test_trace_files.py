@@ -67,7 +67,7 @@ def test_three_processes_make_one_trace(tmp_path: Path) -> None:
         assert spec.required <= span.attributes.keys() <= spec.required | spec.optional | {
             Key.SERVICE
         }
-    assert len(trace.steps()) == sample.num_rounds
+    assert len(trace.steps()) == 1 + sample.num_rounds
     served = [span.span_id for span in trace.spans if span.name in (PROPOSE, VERIFY)]
     linked = {span_id for batch in trace.batches for _, span_id in batch.links}
     # The prefill's propose only filled K/V in this sample and took part in no pass.
