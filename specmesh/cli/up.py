@@ -47,16 +47,25 @@ def resolve_models(
             "--target and --draft go together (they must share a tokenizer); "
             "--no-draft serves a target alone"
         )
-    with progress("setting up the models"):
-        from specmesh.engine.model_folder import check_pair, prepare_default_models
+    with progress("setting up the models") as status:
+        from specmesh.engine.model_folder import check_pair, prepare_default_models, resolve_model
 
+        def report(what: str) -> None:
+            if status is not None:
+                status.update(what)
+            else:
+                stderr().print(f"  {what}", markup=False)
+
+        folder = cache_dir / "models"
         if target is None:
-            target, default_draft = prepare_default_models(cache_dir)
+            target, default_draft = prepare_default_models(folder, report)
             return target, None if no_draft else default_draft
-        if draft is not None and not no_draft:
-            check_pair(target, draft)
-            return target, draft
-        return target, None
+        target = resolve_model(target, folder, report)
+        if draft is None or no_draft:
+            return target, None
+        draft = resolve_model(draft, folder, report)
+        check_pair(target, draft)
+        return target, draft
 
 
 @contextmanager
@@ -102,9 +111,9 @@ def running_stack(
 
 def up(
     target: Path | None = typer.Option(
-        None, "--target", help="Hugging Face folder of the target model; default: SmolLM2-135M."
+        None, "--target", help="Target model: a Hugging Face folder or .gguf; default: SmolLM2-135M."
     ),
-    draft: Path | None = typer.Option(None, "--draft", help="Folder of the draft model."),
+    draft: Path | None = typer.Option(None, "--draft", help="Draft model, likewise."),
     no_draft: bool = typer.Option(False, "--no-draft", help="Serve the target alone."),
     port: int = typer.Option(
         PORTS["coordinator"], "--port", "--coordinator-port", help="Public port; 0: any free one."
