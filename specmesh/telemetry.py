@@ -321,10 +321,8 @@ class Telemetry:
             if spec.parents:
                 return INVALID_SPAN
             context = Context()  # empty: never the ambient span of the calling task
-        span = self.tracer.start_span(name, context, spec.kind, attributes, start_time=start_ns)
-        if span.is_recording():
-            span.set_attribute(Key.SERVICE, self.service)
-        return span
+        own = {Key.SERVICE: self.service, **(attributes or {})}
+        return self.tracer.start_span(name, context, spec.kind, own, start_time=start_ns)
 
     def record(
         self, name: str, context: Context | None, start_ns: int, end_ns: int,
@@ -390,11 +388,10 @@ class Telemetry:
         """The context to send inside a command: empty when the span is not recording."""
         if not span.is_recording():
             return TraceContext()
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
-        return TraceContext(
-            traceparent=carrier["traceparent"], tracestate=carrier.get("tracestate", "")
-        )
+        own = span.get_span_context()
+        state = own.trace_state.to_header() if own.trace_state else ""
+        parent = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        return TraceContext(traceparent=parent, tracestate=state)
 
     def extract(self, trace: TraceContext) -> Context | None:
         """The context of a received command; None when empty, malformed or not sampled."""

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from google.protobuf.json_format import ParseDict
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
+from protos.specmesh.v1.session_pb2 import TraceContext
 from specmesh.config import TelemetrySettings
-from specmesh.errors import ConfigError, InvalidRequest
-from specmesh.telemetry import GENERATE, PROPOSE, ROUND, SPANS, VERIFY, Key, Telemetry
+from specmesh.errors import ConfigError, InvalidRequest, NotReady
+from specmesh.telemetry import (
+    GENERATE,
+    PROPOSE,
+    ROUND,
+    SPANS,
+    TARGET_FORWARD,
+    VERIFY,
+    Key,
+    Telemetry,
+)
 from specmesh.traces.reader import Trace, list_summaries, read_trace
-from specmesh.traces.trace_file import SUFFIX, TraceFileExporter
+from specmesh.traces.trace_file import SUFFIX, TraceFileExporter, encode_line
 from tests.telemetry.sample import OUTCOMES, write_sample
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -111,18 +125,35 @@ def test_missing_places_are_named(tmp_path: Path) -> None:
         list_summaries([tmp_path])
 
 
-def test_the_lines_are_official_otlp_json(tmp_path: Path) -> None:
-    """Ids are hex, times decimal strings, enums numbers, names lowerCamelCase."""
-    write_sample(tmp_path, OUTCOMES[:1])
-    for path in tmp_path.iterdir():
-        for text in path.read_text().splitlines():
-            for resource in json.loads(text)["resourceSpans"]:
-                for span in resource["scopeSpans"][0]["spans"]:
-                    assert int(span["traceId"], 16)
-                    assert len(span["traceId"]) == 32
-                    assert len(span["spanId"]) == 16
-                    assert span["startTimeUnixNano"].isdecimal()
-                    assert span["kind"] in SpanMessage.SpanKind.values()
+def test_a_line_is_the_official_message_in_official_json() -> None:
+    """Read back as OTLP/JSON (hex ids), a line equals what OpenTelemetry's own encoder makes."""
+    collected = InMemorySpanExporter()
+    tel = Telemetry("target", TelemetrySettings(), "t-0", [SimpleSpanProcessor(collected)])
+    remote = TraceContext(traceparent=f"00-{TRACE_ID}-b7ad6b7169203331-01", tracestate="a=b,c=d")
+    span = tel.start(
+        VERIFY,
+        tel.extract(remote),
+        {
+            Key.SESSION_ID: "ü\n", Key.ROUND: -3, Key.AUDITED: True, Key.BEFORE: (1, 2**62, 3),
+            Key.OVERLAPS: (0.5, math.nan, math.inf), Key.EMITTED_TEXTS: ("a", "b"),
+        },
+    )  # fmt: skip
+    tel.record_batch(TARGET_FORWARD, [span], 5, 6, {})
+    tel.fail(span, NotReady("gone"))
+    span.end()
+    tel.start(GENERATE, None).end()
+    spans = collected.get_finished_spans()
+    line = json.loads(encode_line(spans))
+    for resource in line["resourceSpans"]:
+        for one in resource["scopeSpans"][0]["spans"]:
+            for message in (one, *one.get("links", ())):
+                for key in message.keys() & {"traceId", "spanId", "parentSpanId"}:
+                    message[key] = base64.b64encode(bytes.fromhex(message[key])).decode()
+    read_back = ParseDict(line, ExportTraceServiceRequest())
+    assert read_back.SerializeToString(deterministic=True) == encode_spans(
+        spans
+    ).SerializeToString(deterministic=True)
+    tel.shutdown()
 
 
 @pytest.mark.parametrize(
