@@ -24,10 +24,13 @@ def _capability(index: int) -> str:
 def architecture(device: torch.device) -> str:
     """Table key of a device: "sm_90", ..., or "cpu" (the interpreter).
 
+    Tensors without storage get the table of sm_90, so that its launches can be compiled anywhere.
     Raises RuntimeError for CPU tensors where Triton does not interpret.
     """
     if device.type == "cuda":
         return _capability(device.index or 0)
+    if device.type == "meta":
+        return "sm_90"
     if not INTERPRETED:
         raise RuntimeError("Triton kernels need a GPU, or TRITON_INTERPRET=1 set before import")
     return "cpu"

@@ -1,0 +1,309 @@
+"""Speculative sampling on the device: `draw` for the draft side, `accept` for the target side.
+
+Owns the public functions, what each argument means, and the ops `specmesh::draw` and
+`specmesh::accept` that torch.compile and CUDA graphs see. The kernels are in `kernels/accept.py`
+and `kernels/draw.py`; the specification is `kernels/reference.py` (`race`, `decide`,
+`decide_coupled`). Must not know requests, services or how rows were made. Nothing here reads a
+device value on the host: all that varies lies in device tensors, and grids depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.accept import _close_kernel, _judge_kernel
+from kernels.configs.sampling import close_launch, judge_launch
+from kernels.draw import _draw_kernel
+from kernels.row_state import LEAF
+
+
+class Rule(IntEnum):
+    """How a session decides: `reference.decide`, `decide_coupled`, or coupled with argmax."""
+
+    RESIDUAL = 0
+    COUPLED = 1
+    GREEDY = 2
+
+
+class Status(IntEnum):
+    """Why a session emitted nothing. Only judged rows count."""
+
+    OK = 0
+    ROW_FAULT = 1  # NaN or +inf in a target row, or no finite score in it
+    DRAFT_FAULT = 2  # candidate outside the vocabulary or of no weight, or an unsound draft row
+
+
+class DraftKind(IntEnum):
+    """What `DraftRows.rows` holds. Values are those of `kernels/accept.py`."""
+
+    LOGITS = 1
+    WEIGHTS = 2
+    SPARSE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of `batch` sessions, on the device; bucket is the largest k of the batch.
+
+    candidates: int [batch, bucket]. num_candidates: int32 [batch]; -1 marks an unused slot.
+    seeds: int64 [batch], the bits of the unsigned 64-bit seed. base_lens: int32 [batch]. rules:
+    int32 [batch] of `Rule`. temperatures: float32 [batch], > 0; not read for greedy sessions.
+    stop_ids: int32 [batch, n], padded with -1. thresholds: float32 [batch, bucket + 1], the scores
+    below which row i keeps nothing (`shaping.thresholds`), or None. first_rows: int32 [batch], the
+    row of `logits` that judges candidate 0; None means batch-major rows, bucket + 1 a session.
+    """
+
+    candidates: Tensor
+    num_candidates: Tensor
+    seeds: Tensor
+    base_lens: Tensor
+    rules: Tensor
+    temperatures: Tensor
+    stop_ids: Tensor
+    thresholds: Tensor | None = None
+    first_rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The rows the candidates were drawn from; read for sessions under the residual rule only.
+
+    LOGITS: rows [batch, bucket, width], with temperatures float32 [batch] and optional thresholds
+    float32 [batch, bucket]. WEIGHTS: rows [batch, bucket, width], the law is w / sum(w). SPARSE:
+    ids int32 [batch, bucket, n] ascending, padding -1 at the end, and rows [batch, bucket, n]
+    their weights. exponents float32, masses int64 [batch, bucket]: what `draw` returned for LOGITS
+    rows, so that these need not be summed again.
+    """
+
+    kind: DraftKind
+    rows: Tensor
+    ids: Tensor | None = None
+    temperatures: Tensor | None = None
+    thresholds: Tensor | None = None
+    exponents: Tensor | None = None
+    masses: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round emitted, on the device.
+
+    tokens: int32 [batch, bucket + 1], -1 past the end. num_accepted, num_emitted, status: int32
+    [batch]; a session with a status other than OK emits nothing. log_probs: float32 [batch,
+    bucket, 2], ln p(x_i) and ln q(x_i) of judged candidates (q is 0 where it was not read).
+    """
+
+    tokens: Tensor
+    num_accepted: Tensor
+    num_emitted: Tensor
+    status: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One token a row: tokens int32, ln q(token) float32, the row's exponent and mass, status."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    exponents: Tensor
+    masses: Tensor
+    status: Tensor
+
+
+def workspace(batch: int, device: torch.device | str) -> Tensor:
+    """Scratch for `accept` and `draw` calls of up to `batch` sessions: int64 [batch, 2], zero.
+
+    Arrival counters and best rates, returned to zero by every call. Calls that may run at the same
+    time (two streams) need one each.
+    """
+    return torch.zeros(batch, 2, dtype=torch.int64, device=device)
+
+
+def accept(
+    logits: Tensor, round_: Round, draft: DraftRows | None, vocab_size: int, scratch: Tensor
+) -> Outcome:
+    """Decide one round of a batch in two launches, without touching the host.
+
+    logits: bfloat16, float16 or float32 [rows, width], any strides; ids >= vocab_size never win.
+    scratch: from `workspace`. Residual sessions with candidates need `draft`; without it they get
+    DRAFT_FAULT. Raises ValueError on shapes or kinds that do not fit.
+    """
+    if draft is None:
+        kind, draft = 0, DraftRows(DraftKind.LOGITS, logits.new_empty(0, 0, 0))
+    else:
+        kind = int(draft.kind)
+        _require_draft(draft, round_)
+    batch, bucket = round_.candidates.shape
+    if scratch.shape[0] < batch:
+        raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the round has {batch}")
+    tokens, counts, log_probs = torch.ops.specmesh.accept(
+        logits, round_.candidates, round_.num_candidates, round_.seeds, round_.base_lens,
+        round_.rules, round_.temperatures, round_.stop_ids, round_.thresholds, round_.first_rows,
+        kind, draft.rows, draft.ids, draft.temperatures, draft.thresholds, draft.exponents,
+        draft.masses, vocab_size, scratch,
+    )  # fmt: skip
+    return Outcome(tokens, counts[:, 0], counts[:, 1], counts[:, 2], log_probs)
+
+
+def _require_draft(draft: DraftRows, round_: Round) -> None:
+    if draft.rows.shape[:2] != round_.candidates.shape:
+        raise ValueError(f"draft rows {tuple(draft.rows.shape)} do not fit the candidates")
+    if draft.kind is DraftKind.SPARSE and (
+        draft.ids is None or draft.ids.shape != draft.rows.shape
+    ):
+        raise ValueError("sparse draft rows need ids of the same shape")
+    if draft.kind is DraftKind.LOGITS and draft.temperatures is None:
+        raise ValueError("draft logits need temperatures")
+    if (draft.masses is None) != (draft.exponents is None):
+        raise ValueError("exponents and masses come together")
+    if draft.masses is not None and draft.kind is not DraftKind.LOGITS:
+        raise ValueError("only rows of logits may carry their masses")
+
+
+def _launch_accept(
+    logits: Tensor, candidates: Tensor, num_candidates: Tensor, seeds: Tensor, base_lens: Tensor,
+    rules: Tensor, temperatures: Tensor, stop_ids: Tensor, thresholds: Tensor | None,
+    first_rows: Tensor | None, kind: int, draft: Tensor, draft_ids: Tensor | None,
+    draft_temperatures: Tensor | None, draft_thresholds: Tensor | None,
+    draft_exponents: Tensor | None, draft_masses: Tensor | None, vocab_size: int, scratch: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, bucket = candidates.shape
+    device = logits.device
+    tokens, counts, log_probs = _accept_outputs(candidates)
+    num_leaves = triton.cdiv(vocab_size, LEAF)
+    streams_draft = kind in (DraftKind.LOGITS, DraftKind.WEIGHTS) and draft_masses is None
+    num_slots = bucket + 1 + (bucket if streams_draft else 0)
+    leaves = batch * num_slots * num_leaves
+    leaf_exponents = torch.empty(leaves, dtype=torch.float32, device=device)
+    leaf_masses, leaf_best = (
+        torch.empty(leaves, dtype=torch.int64, device=device) for _ in range(2)
+    )
+    choice = torch.empty(batch, dtype=torch.int32, device=device)
+    choice_scales = torch.empty(batch, 4, dtype=torch.float32, device=device)
+    arrivals, best_rates = scratch.view(-1)[:batch], scratch.view(-1)[scratch.shape[0] :]
+    sparse = kind == DraftKind.SPARSE
+    num_sparse = draft.shape[-1] if sparse else 0
+    ids_strides = draft_ids.stride() if sparse and draft_ids is not None else (0, 0, 0)
+    strides = (*logits.stride(), *draft.stride(), *ids_strides)
+    sparse_pad = max(16, triton.next_power_of_2(num_sparse))
+    judge = judge_launch(device)
+    grid = (triton.cdiv(num_leaves, judge.per_program), batch, num_slots)
+    _judge_kernel[grid](
+        logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
+        thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
+        draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, arrivals,
+        choice, choice_scales, tokens, counts, log_probs, *strides,
+        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots,
+        BUCKET=bucket, ROWS=max(2, triton.next_power_of_2(bucket + 1)),
+        LEAVES_PAD=triton.next_power_of_2(num_leaves), KIND=kind,
+        STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
+        LEAF=LEAF, LEAVES_PER_PROGRAM=judge.per_program, RUN=judge.run, num_warps=judge.num_warps,
+        num_stages=judge.num_stages,
+    )  # fmt: skip
+    close = close_launch(device)
+    num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
+    _close_kernel[(triton.cdiv(num_tiles, close.per_program), batch)](
+        logits, first_rows, num_candidates, seeds, base_lens, temperatures, thresholds,
+        draft, draft_ids, draft_temperatures, draft_thresholds, choice, choice_scales, best_rates,
+        arrivals, tokens, *strides, vocab_size, num_tiles, num_sparse,
+        BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, ROWS=close.rows, RUN=close.run,
+        TILES_PER_PROGRAM=close.per_program, num_warps=close.num_warps,
+        num_stages=close.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return tokens, counts, log_probs
+
+
+def _accept_outputs(candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, bucket = candidates.shape
+    return (
+        candidates.new_empty(batch, bucket + 1, dtype=torch.int32),
+        candidates.new_empty(batch, 3, dtype=torch.int32),
+        candidates.new_empty(batch, bucket, 2, dtype=torch.float32),
+    )
+
+
+_accept = torch.library.custom_op("specmesh::accept", _launch_accept, mutates_args=("scratch",))
+
+
+@_accept.register_fake
+def _accept_fake(logits, candidates, *_others) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]  # mirrors _launch_accept
+    return _accept_outputs(candidates)
+
+
+def draw(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    base_lens: Tensor,
+    rules: Tensor,
+    temperatures: Tensor,
+    vocab_size: int,
+    scratch: Tensor,
+    thresholds: Tensor | None = None,
+) -> Draws:
+    """Draw one token from every row in one launch: the draft's proposals.
+
+    logits [rows, width], any strides; seeds int64, positions, base_lens, rules int32, temperatures
+    float32 (> 0 unless greedy), thresholds float32 or None: [rows] each. Residual rows race with
+    PROPOSE noise keyed by base_len, coupled rows with COUPLED noise, greedy rows take the argmax
+    (their log_prob is 0). A row with NaN, +inf or no finite score gets token -1 and ROW_FAULT.
+    scratch: from `workspace`, for at least as many sessions as rows.
+    """
+    if scratch.shape[0] < logits.shape[0]:
+        raise ValueError(f"scratch holds {scratch.shape[0]} rows, the call has {logits.shape[0]}")
+    return Draws(
+        *torch.ops.specmesh.draw(
+            logits, seeds, positions, base_lens, rules, temperatures, thresholds, vocab_size,
+            scratch,
+        )
+    )  # fmt: skip
+
+
+def _launch_draw(
+    logits: Tensor, seeds: Tensor, positions: Tensor, base_lens: Tensor, rules: Tensor,
+    temperatures: Tensor, thresholds: Tensor | None, vocab_size: int, scratch: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    outputs = _draw_outputs(logits)
+    num_rows = logits.shape[0]
+    num_leaves = triton.cdiv(vocab_size, LEAF)
+    leaves = num_rows * num_leaves
+    leaf_exponents = torch.empty(leaves, dtype=torch.float32, device=logits.device)
+    leaf_masses, leaf_best = (
+        torch.empty(leaves, dtype=torch.int64, device=logits.device) for _ in range(2)
+    )
+    judge = judge_launch(logits.device)
+    grid = (triton.cdiv(num_leaves, judge.per_program), num_rows)
+    _draw_kernel[grid](
+        logits, seeds, positions, base_lens, rules, temperatures, thresholds,
+        leaf_exponents, leaf_masses, leaf_best, scratch, *outputs,
+        *logits.stride(), vocab_size, num_leaves,
+        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), LEAF=LEAF,
+        LEAVES_PER_PROGRAM=judge.per_program, RUN=judge.run, num_warps=judge.num_warps,
+        num_stages=judge.num_stages,
+    )  # fmt: skip
+    return outputs
+
+
+def _draw_outputs(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, dtype=torch.int32),
+        logits.new_empty(rows, dtype=torch.float32),
+        logits.new_empty(rows, dtype=torch.float32),
+        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty(rows, dtype=torch.int32),
+    )
+
+
+_draw = torch.library.custom_op("specmesh::draw", _launch_draw, mutates_args=("scratch",))
+
+
+@_draw.register_fake
+def _draw_fake(logits, *_others) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]  # mirrors _launch_draw
+    return _draw_outputs(logits)
