@@ -166,11 +166,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer. outcome is None where the coordinator decides: only rows came then."""
+    """The target's answer. outcome is None where the coordinator decides: only rows came then.
+
+    redraw_mismatch with it: the candidates were refuted, and the one row is for a round without.
+    """
 
     outcome: Outcome | None
     rows: Rows = ()
     logprob_rows: Logprobs = ()
+    redraw_mismatch: int | None = None
 
 
 # ---------------------------------------------------------------- events
@@ -333,11 +337,13 @@ Event = (
 class PlaceTarget:
     """Choose a target replica, preferably not `avoid`; answer TargetPlaced or TargetUnplaced.
 
+    prefer: its link just ended; its prefix cache is warm if it comes back at once.
     num_moves: how often this round was moved already; the wait before the next try grows with it.
     """
 
     epoch: int
     avoid: str | None = None
+    prefer: str | None = None
     num_moves: int = 0
     retry_after_s: float = 0.0
 
@@ -379,7 +385,10 @@ class StopTimer:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Decide a round here (coordinator placement); answer Decided or DecisionFailed."""
+    """Decide a round here (coordinator placement); answer Decided or DecisionFailed.
+
+    redraw_mismatch: what the target's check found; candidates are empty then.
+    """
 
     epoch: int
     round: int
@@ -388,6 +397,7 @@ class Decide:
     draft_rows: Rows
     target_rows: Rows
     logprob_rows: Logprobs
+    redraw_mismatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

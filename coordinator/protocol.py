@@ -160,6 +160,11 @@ class Session:
         self._plain_steps = 1  # grows while no candidates are drafted
         self._tally = Tally()
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the round in progress is the prompt's."""
+        return self._round is not None and self._round.is_prefill
+
     def step(self, event: Event) -> tuple[Action, ...]:
         """Take one event and return what to do, in order.
 
@@ -368,10 +373,13 @@ class Session:
         self._tally.cached_tokens = max(self._tally.cached_tokens, event.cached_tokens)
         current.target_report = event.report
         if verdict.outcome is None:
+            refuted = verdict.redraw_mismatch
             self.stage = Stage.DECIDING
             self._actions.append(
-                Decide(command.epoch, command.round, current.base_len, current.candidates,
-                       current.rows, verdict.rows, verdict.logprob_rows)
+                Decide(command.epoch, command.round, current.base_len,
+                       current.candidates if refuted is None else (),
+                       current.rows if refuted is None else (),
+                       verdict.rows, verdict.logprob_rows, refuted)
             )
             return
         target.confirmed_len += len(verdict.outcome.tokens)
@@ -416,7 +424,7 @@ class Session:
         self, avoid: str | None, message: str, retry_after_s: float = 0.0, *, lost: bool = False
     ) -> None:
         """Leave the replica: a new epoch, the confirmed prefix rebuilt elsewhere or there again."""
-        target = self.target
+        target, left = self.target, self.target.replica
         if target.opened and target.replica is not None and not lost:
             self._actions.append(
                 Send(Side.TARGET, target.replica, (Close(target.epoch, target.round),))
@@ -425,7 +433,10 @@ class Session:
         target.leave()
         if not self._count_move(message):
             return
-        self._actions.append(PlaceTarget(target.epoch, avoid, target.num_moves, retry_after_s))
+        self._actions.append(
+            PlaceTarget(target.epoch, avoid, left if lost else None, target.num_moves,
+                        retry_after_s)
+        )
         if self.stage in (Stage.PREFILLING, Stage.VERIFYING):
             self.stage = Stage.PLACING
 

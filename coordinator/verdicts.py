@@ -19,7 +19,13 @@ from coordinator.messages import (
 
 def check_verdict(plan: SessionPlan, command: Verify, verdict: Verdict) -> None:
     """Raise PeerViolation unless `verdict` can be the answer to `command`."""
-    num_rows = len(command.candidates) + 1 if plan.decide_here or command.audit else 0
+    refuted = verdict.redraw_mismatch
+    if verdict.outcome is not None:
+        refuted = verdict.outcome.redraw_mismatch
+    if refuted is not None and refuted >= len(command.candidates):
+        raise PeerViolation(Side.TARGET, f"candidate {refuted} was never sent, yet refuted")
+    num_judged = len(command.candidates) if refuted is None else 0
+    num_rows = num_judged + 1 if plan.decide_here or command.audit else 0
     if len(verdict.rows) != num_rows:
         raise PeerViolation(Side.TARGET, f"{len(verdict.rows)} rows where {num_rows} were expected")
     if (verdict.outcome is None) != plan.decide_here:
