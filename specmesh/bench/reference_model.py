@@ -24,6 +24,7 @@ class ReferenceModel:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train(False)
+        self.vocab_size = len(self.tokenizer)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a chat prompt, as the coordinator makes them."""

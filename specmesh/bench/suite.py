@@ -121,7 +121,7 @@ class Suite:
         counter = 0
         while len(ids) < length:
             words = philox(20260101, (self._next_fresh, counter, 0, 0))
-            ids += [1000 + word % 40000 for word in words]
+            ids += [word % self._reference.vocab_size for word in words]
             counter += 1
         self._next_fresh += 1
         return ids[:length]
