@@ -49,8 +49,7 @@ class JsonFormatter(logging.Formatter):
                 fields[key] = value if isinstance(value, bool | int | float) else _cut(str(value))
         if record.exc_info and record.exc_info[1] is not None:
             fields["exception"] = _exception(record.exc_info[1])
-        line = json.dumps(fields, ensure_ascii=True, separators=(",", ":"))
-        return line.replace("\x7f", "\\u007f")  # the one control character that JSON lets through
+        return json.dumps(fields, ensure_ascii=True, separators=(",", ":"))
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -94,3 +94,17 @@ def test_a_fault_after_a_long_correct_life_is_found() -> None:
     for index in range(20_000):
         assert not score.observe(index % 2 == 0, 0.5)
     assert any(score.observe(index % 5 < 4, 0.5) for index in range(2_000))
+
+
+def test_old_evidence_fades_from_both_sums() -> None:
+    """A burst short of an alarm is gone after ten memories of events that balance."""
+    score = RunningZ(memory=1_000)
+    for _ in range(100):
+        score.observe(True, 0.5)
+    for index in range(1_000):
+        score.observe(index % 2 == 0, 0.5)
+    burst = score.z
+    for index in range(10_000):
+        score.observe(index % 2 == 0, 0.5)
+    assert burst > 1.0
+    assert abs(score.z) < 0.1

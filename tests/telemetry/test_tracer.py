@@ -203,6 +203,9 @@ def test_a_batch_is_recorded_iff_a_context_it_links_is_sampled(ratio: float) -> 
     command = own.tel.start(PROPOSE, own.tel.extract(TraceContext(traceparent=SAMPLED)))
     own.tel.record_batch(DRAFT_FORWARD, [INVALID_SPAN, command], 1, 2, {})
     assert [span.name for span in own.spans] == [DRAFT_FORWARD]
+    unsampled = own.tel.extract_metadata([("traceparent", UNSAMPLED)])
+    link = trace.Link(trace.get_current_span(unsampled).get_span_context())
+    assert not own.tel.tracer.start_span(DRAFT_FORWARD, Context(), links=[link]).is_recording()
     own.tel.shutdown()
 
 
