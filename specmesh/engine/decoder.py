@@ -154,7 +154,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Run one step: write K/V at slot_mapping, return logits [num_rows, num_embeddings], float32.
+        """Run one step; return logits float32 [num_rows, num_embeddings]. Writes K/V at its slots.
 
         Does not wait for the device. Logits of padded ids are whatever the head says.
         """
