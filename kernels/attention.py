@@ -122,9 +122,9 @@ def attention(
 
     q: [batch, heads, queries, d]; k, v: [batch, kv_heads, keys, d]; float32, float16 or bfloat16,
     d up to 256, any strides. bias (added) and mask (bool, True = attend) broadcast to [batch,
-    heads, queries, keys]; no gradient flows through lse. Returns (out, contiguous; float32 natural lse
-    [batch, heads, queries]). Rows without visible keys give 0 and -inf. Raises ValueError on shapes
-    or dtypes that do not fit.
+    heads, queries, keys]; no gradient flows through lse. Returns (out, contiguous; float32 natural
+    lse [batch, heads, queries]). Rows without visible keys give 0 and -inf. Raises ValueError on
+    shapes or dtypes that do not fit.
     """
     return _call(Inputs(q, k, v, bias, mask), options)
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_forward import Inputs, descriptor_pair
 from kernels.attention_scores import keep_tile, tanh, visible_tile
@@ -25,15 +26,19 @@ from kernels.configs.attention import Tiles, backward_tiles
 from kernels.reference_attention import AttentionOptions
 from kernels.softmax_state import dot
 
+_ROW_PADDING = 128  # the largest BLOCK_M of a table: row values load without a mask
+
 
 @triton.jit
-def _row_mean_kernel(
-    out, grad_out, delta,
+def _rows_kernel(
+    out, grad_out, lse, point, delta,
     stride_ob, stride_oh, stride_ot, stride_od, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_lb, stride_lh, num_queries, num_heads,
+    stride_lb, stride_lh, stride_rb, stride_rh, num_queries, num_padded, num_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O), which is sum_k P_ik dP_ik without forming either."""
+    """What the other kernels need per row: delta = rowsum(dO * O), which is sum_k P_ik dP_ik
+    without forming either, and the lse in base 2, +inf (P = 0) for rows that saw no key or pad.
+    """
     head = (tl.program_id(1) % num_heads).to(tl.int64)
     batch = (tl.program_id(1) // num_heads).to(tl.int64)
     queries = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -44,31 +49,38 @@ def _row_mean_kernel(
     o = tl.load(out + at + dims[None, :] * stride_od, inside, 0.0).to(tl.float32)
     at = batch * stride_gb + head * stride_gh + queries[:, None] * stride_gt
     g = tl.load(grad_out + at + dims[None, :] * stride_gd, inside, 0.0).to(tl.float32)
-    tl.store(delta + batch * stride_lb + head * stride_lh + queries, tl.sum(o * g, 1), live)
+    row_lse = tl.load(lse + batch * stride_lb + head * stride_lh + queries, live, float("-inf"))
+    row_point = tl.where(row_lse == float("-inf"), float("inf"), row_lse * 1.4426950408889634)
+    at = batch * stride_rb + head * stride_rh + queries
+    tl.store(point + at, row_point, queries < num_padded)
+    tl.store(delta + at, tl.sum(o * g, 1), queries < num_padded)
 
 
 @triton.jit
 def _probabilities(
-    products, lse, queries, keys, bias_at, mask_at, num_queries, num_keys, offset, window,
+    products, point, queries, keys, bias_at, mask_at, num_queries, num_keys, offset, window,
     scale, softcap, stride_bq, stride_bk, stride_mq, stride_mk,
     CUT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """(P, derivative of the softcap) of a tile in either orientation; lse in base 2, +inf: P = 0.
+    """(P, derivative of the softcap) of a tile in either orientation; point: lse in base 2.
 
     queries and keys: index row and column (or column and row) that broadcast to the tile.
     """
-    s = products * scale
     slope = 1.0
-    if SOFTCAP:
-        capped = tanh(s / softcap)
-        s = softcap * capped
-        slope = 1.0 - capped * capped
     inside = (queries < num_queries) & (keys < num_keys)
-    if BIAS:
-        at = queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
-        s += tl.load(bias_at + at, inside, 0.0).to(tl.float32)
-    p = tl.exp2(s * 1.4426950408889634 - lse)
+    if SOFTCAP or BIAS:
+        s = products * scale
+        if SOFTCAP:
+            capped = tanh(s / softcap)
+            s = softcap * capped
+            slope = 1.0 - capped * capped
+        if BIAS:
+            at = queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
+            s += tl.load(bias_at + at, inside, 0.0).to(tl.float32)
+        p = tl.exp2(s * 1.4426950408889634 - point)
+    else:  # one multiply-add
+        p = tl.exp2(products * (scale * 1.4426950408889634) - point)
     if CUT:
         visible = visible_tile(queries, keys, num_queries, num_keys, offset, window, CAUSAL, WINDOW)
         p = tl.where(visible, p, 0.0)
@@ -100,26 +112,28 @@ def _store_rows(pointer, tile, first, count, stride_t, stride_d, LENGTH: tl.cons
 
 
 @triton.jit
-def _lse_rows(pointer, rows, count):
-    """Saved natural lse in base 2; +inf for rows that saw no key or lie past the end: P is 0."""
-    lse = tl.load(pointer + rows, rows < count, float("-inf")) * 1.4426950408889634
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+def _load_row_values(pointer, rows, count, padding, PACKED: tl.constexpr):
+    """Per-row values: dense rows are padded to whole tiles, packed ones end inside a tile."""
+    if PACKED:
+        return tl.load(pointer + rows, rows < count, padding)
+    return tl.load(pointer + rows)
 
 
 @triton.jit(do_not_specialize=["window", "query_offset", "seed", "threshold"])
 def _key_value_kernel(
-    q, k, v, grad_out, lse, delta, grad_k, grad_v, bias, mask, cu_seqlens_q, cu_seqlens_k,
-    q_tiles, grad_tiles,
+    q, k, v, grad_out, point, delta, grad_k, grad_v, bias, mask, cu_seqlens_q, cu_seqlens_k,
+    q_tiles, grad_tiles, point_tiles, delta_tiles,
     scale, softcap, window, query_offset, seed, threshold, keep_scale,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_lb, stride_lh,
+    stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_rb, stride_rh,
     stride_bb, stride_bh, stride_bq, stride_bk, stride_mb, stride_mh, stride_mq, stride_mk,
     num_queries, num_keys, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    BIAS: tl.constexpr, MASK: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    BIAS: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N keys of one kv head and walks its query heads and their tiles.
 
@@ -128,14 +142,14 @@ def _key_value_kernel(
     kv_head = tl.program_id(1) % num_kv_heads
     seq = tl.program_id(1) // num_kv_heads
     batch = seq.to(tl.int64)
-    if cu_seqlens_q is not None:
+    if PACKED:
         first_q = tl.load(cu_seqlens_q + batch)
         num_queries = tl.load(cu_seqlens_q + batch + 1) - first_q
         first_k = tl.load(cu_seqlens_k + batch)
         num_keys = tl.load(cu_seqlens_k + batch + 1) - first_k
         q += first_q.to(tl.int64) * stride_qt
         grad_out += first_q.to(tl.int64) * stride_gt
-        lse += first_q
+        point += first_q
         delta += first_q
         k += first_k.to(tl.int64) * stride_kt
         v += first_k.to(tl.int64) * stride_vt
@@ -169,8 +183,8 @@ def _key_value_kernel(
         head_at = tl.cast(head, tl.int64)
         q_head = q + batch * stride_qb + head_at * stride_qh
         grad_head = grad_out + batch * stride_gb + head_at * stride_gh
-        lse_head = lse + batch * stride_lb + head_at * stride_lh
-        delta_head = delta + batch * stride_lb + head_at * stride_lh
+        point_head = point + batch * stride_rb + head_at * stride_rh
+        delta_head = delta + batch * stride_rb + head_at * stride_rh
         bias_head = bias + batch * stride_bb + head_at * stride_bh if BIAS else bias
         mask_head = mask + batch * stride_mb + head_at * stride_mh if MASK else mask
         # Tiles of queries: cut by causality, whole, cut by the window.
@@ -191,24 +205,31 @@ def _key_value_kernel(
                                         BLOCK_M, HEAD_DIM, BLOCK_D)  # fmt: skip
                     grad_tile = _load_rows(grad_head, first, num_queries, stride_gt, stride_gd,
                                            BLOCK_M, HEAD_DIM, BLOCK_D)  # fmt: skip
-                row_lse = _lse_rows(lse_head, queries, num_queries)
-                row_delta = tl.load(delta_head + queries, queries < num_queries, 0.0)
+                if DESCRIPTORS:
+                    row_point = point_tiles.load([seq, head, first]).reshape(BLOCK_M)
+                    row_delta = delta_tiles.load([seq, head, first]).reshape(BLOCK_M)
+                else:
+                    row_point = _load_row_values(
+                        point_head, queries, num_queries, float("inf"), PACKED
+                    )
+                    row_delta = _load_row_values(delta_head, queries, num_queries, 0.0, PACKED)
                 products = dot(k_tile, q_tile.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), ORDERED)
                 p, slope = _probabilities(
-                    products, row_lse[None, :], queries[None, :], keys[:, None],
+                    products, row_point[None, :], queries[None, :], keys[:, None],
                     bias_head, mask_head, num_queries, num_keys, offset, window, scale, softcap,
                     stride_bq, stride_bk, stride_mq, stride_mk,
                     run != 1, CAUSAL, WINDOW, SOFTCAP, BIAS, MASK,
                 )  # fmt: skip
-                grad_p = dot(v_tile, grad_tile.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), ORDERED)
                 dropped = p
                 if DROPOUT:
                     batch_head = seq * (num_kv_heads * GROUP) + head
                     keep = keep_tile(seed, batch_head, queries[None, :], keys[:, None], threshold,
                                      BLOCK_N, BLOCK_M)  # fmt: skip
                     dropped = tl.where(keep, p * keep_scale, 0.0)
-                    grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
                 grad_v_tile = dot(dropped.to(grad_tile.dtype), grad_tile, grad_v_tile, ORDERED)
+                grad_p = dot(v_tile, grad_tile.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), ORDERED)
+                if DROPOUT:
+                    grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
                 grad_s = p * (grad_p - row_delta[None, :]) * slope
                 grad_k_tile = dot(grad_s.to(q_tile.dtype), q_tile, grad_k_tile, ORDERED)
     at = batch * stride_dkb + kv_head.to(tl.int64) * stride_dkh
@@ -220,18 +241,19 @@ def _key_value_kernel(
 
 @triton.jit(do_not_specialize=["window", "query_offset", "seed", "threshold"])
 def _query_kernel(
-    q, k, v, grad_out, lse, delta, grad_q, grad_scores, bias, mask, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, grad_out, point, delta, grad_q, grad_scores, bias, mask, cu_seqlens_q, cu_seqlens_k,
     k_tiles, v_tiles,
     scale, softcap, window, query_offset, seed, threshold, keep_scale,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_lb, stride_lh,
+    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_rb, stride_rh,
     stride_bb, stride_bh, stride_bq, stride_bk, stride_mb, stride_mh, stride_mq, stride_mk,
     num_queries, num_keys, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    BIAS: tl.constexpr, MASK: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    BIAS: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head: dQ = scale dS K over its visible keys.
 
@@ -243,7 +265,7 @@ def _query_kernel(
     batch = seq.to(tl.int64)
     kv_head = head // GROUP
     head_at = head.to(tl.int64)
-    if cu_seqlens_q is not None:
+    if PACKED:
         first_q = tl.load(cu_seqlens_q + batch)
         num_queries = tl.load(cu_seqlens_q + batch + 1) - first_q
         first_k = tl.load(cu_seqlens_k + batch)
@@ -251,7 +273,7 @@ def _query_kernel(
         q += first_q.to(tl.int64) * stride_qt
         grad_out += first_q.to(tl.int64) * stride_gt
         grad_q += first_q.to(tl.int64) * stride_dqt
-        lse += first_q
+        point += first_q
         delta += first_q
         k += first_k.to(tl.int64) * stride_kt
         v += first_k.to(tl.int64) * stride_vt
@@ -269,9 +291,9 @@ def _query_kernel(
     q_tile = _load_rows(q, start, num_queries, stride_qt, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D)
     grad_tile = _load_rows(grad_out, start, num_queries, stride_gt, stride_gd,
                            BLOCK_M, HEAD_DIM, BLOCK_D)  # fmt: skip
-    at = batch * stride_lb + head_at * stride_lh
-    row_lse = _lse_rows(lse + at, queries, num_queries)
-    row_delta = tl.load(delta + at + queries, queries < num_queries, 0.0)
+    at = batch * stride_rb + head_at * stride_rh
+    row_point = _load_row_values(point + at, queries, num_queries, float("inf"), PACKED)
+    row_delta = _load_row_values(delta + at, queries, num_queries, 0.0, PACKED)
     low, high = 0, num_keys
     full_low, full_high = 0, num_keys // BLOCK_N * BLOCK_N
     if CAUSAL:
@@ -303,7 +325,7 @@ def _query_kernel(
                                     BLOCK_N, HEAD_DIM, BLOCK_D)  # fmt: skip
             products = dot(q_tile, k_tile.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), ORDERED)
             p, slope = _probabilities(
-                products, row_lse[:, None], queries[:, None], keys[None, :],
+                products, row_point[:, None], queries[:, None], keys[None, :],
                 bias_head, mask_head, num_queries, num_keys, offset, window, scale, softcap,
                 stride_bq, stride_bk, stride_mq, stride_mk,
                 run != 1, CAUSAL, WINDOW, SOFTCAP, BIAS, MASK,
@@ -355,8 +377,7 @@ def launch_backward(
         grad_scores = q.new_zeros(shape, dtype=torch.float32)
     if q.numel() and k.numel():
         kv_tiles, q_tiles = tiles or backward_tiles(q)
-        delta = _row_means(grad_out, inputs, saved)
-        rows = grad_out, saved.lse, delta
+        rows = _row_values(grad_out, inputs, saved)
         _launch_key_value(inputs, rows, (grad_k, grad_v), options, kv_tiles)
         _launch_query(inputs, rows, (grad_q, grad_scores), options, q_tiles)
     else:
@@ -368,18 +389,31 @@ def launch_backward(
     return grad_q, grad_k, grad_v, grad_bias
 
 
-def _row_means(grad_out: Tensor, inputs: Inputs, saved: Saved) -> Tensor:
-    delta = torch.empty_like(saved.lse)
-    packed = inputs.packing is not None
-    num_rows = inputs.q.shape[0] if packed else inputs.num_queries
-    num_seqs = 1 if packed else inputs.num_seqs
-    block = 32
-    _row_mean_kernel[(triton.cdiv(num_rows, block), num_seqs * inputs.num_heads)](
-        saved.out, grad_out, delta, *inputs.strides(saved.out), *inputs.strides(grad_out),
-        *inputs.lse_strides(delta), num_rows, inputs.num_heads,
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Per query row: the incoming gradient, lse in base 2 (+inf: no key) and delta = dO . O.
+
+    point and delta have the axes of lse, the last one padded to whole tiles.
+    """
+
+    grad_out: Tensor
+    point: Tensor
+    delta: Tensor
+
+
+def _row_values(grad_out: Tensor, inputs: Inputs, saved: Saved) -> _Rows:
+    num_rows = saved.lse.shape[-1]
+    padded = triton.cdiv(num_rows, _ROW_PADDING) * _ROW_PADDING
+    point, delta = saved.lse.new_empty((2, *saved.lse.shape[:-1], padded))
+    block, num_seqs = 32, 1 if inputs.packing is not None else inputs.num_seqs
+    _rows_kernel[(padded // block, num_seqs * inputs.num_heads)](
+        saved.out, grad_out, saved.lse, point, delta,
+        *inputs.strides(saved.out), *inputs.strides(grad_out),
+        *inputs.lse_strides(saved.lse), *inputs.lse_strides(point),
+        num_rows, padded, inputs.num_heads,
         HEAD_DIM=inputs.head_dim, BLOCK_D=_block_d(inputs), BLOCK_M=block,
     )  # fmt: skip
-    return delta
+    return _Rows(grad_out, point, delta)
 
 
 def _block_d(inputs: Inputs) -> int:
@@ -412,17 +446,18 @@ def _constants(inputs: Inputs, options: AttentionOptions, tiles: Tiles) -> dict[
         "DROPOUT": options.dropout_p > 0.0,
         "BIAS": inputs.bias is not None,
         "MASK": inputs.mask is not None,
+        "PACKED": inputs.packing is not None,
         "ORDERED": tiles.ordered,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
 
 
-def _strides(inputs: Inputs, grad_out: Tensor, result: Tensor, lse: Tensor) -> tuple[int, ...]:
-    tensors = (inputs.q, inputs.k, inputs.v, grad_out, result)
+def _strides(inputs: Inputs, rows: _Rows, result: Tensor) -> tuple[int, ...]:
+    tensors = (inputs.q, inputs.k, inputs.v, rows.grad_out, result)
     return (
         *(stride for tensor in tensors for stride in inputs.strides(tensor)),
-        *inputs.lse_strides(lse),
+        *inputs.lse_strides(rows.point),
         *inputs.score_strides(inputs.bias),
         *inputs.score_strides(inputs.mask),
     )
@@ -430,21 +465,29 @@ def _strides(inputs: Inputs, grad_out: Tensor, result: Tensor, lse: Tensor) -> t
 
 def _launch_key_value(
     inputs: Inputs,
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: _Rows,
     results: tuple[Tensor, Tensor],
     options: AttentionOptions,
     tiles: Tiles,
 ) -> None:
-    grad_out, lse, delta = rows
     packing = inputs.packing
-    pair = descriptor_pair((inputs.q, grad_out), inputs, tiles.block_m if tiles.descriptors else 0)
+    pair = descriptor_pair(
+        (inputs.q, rows.grad_out), inputs, tiles.block_m if tiles.descriptors else 0
+    )
+    row_pair: tuple[TensorDescriptor | None, ...] = (None, None)
+    if pair is not None:
+        row_pair = tuple(
+            TensorDescriptor(row, list(row.shape), list(row.stride()), [1, 1, tiles.block_m])
+            for row in (rows.point, rows.delta)
+        )
     grid = (triton.cdiv(inputs.num_keys, tiles.block_n), inputs.num_seqs * inputs.num_kv_heads)
     _key_value_kernel[grid](
-        inputs.q, inputs.k, inputs.v, grad_out, lse, delta, *results, inputs.bias, inputs.mask,
+        inputs.q, inputs.k, inputs.v, rows.grad_out, rows.point, rows.delta, *results,
+        inputs.bias, inputs.mask,
         None if packing is None else packing.cu_seqlens_q,
         None if packing is None else packing.cu_seqlens_k,
-        *(pair or (None, None)), *_scalars(inputs, options),
-        *_strides(inputs, grad_out, results[0], lse),
+        *(pair or (None, None)), *row_pair, *_scalars(inputs, options),
+        *_strides(inputs, rows, results[0]),
         inputs.num_queries, inputs.num_keys, inputs.num_kv_heads,
         DESCRIPTORS=pair is not None, **_constants(inputs, options, tiles),
     )  # fmt: skip
@@ -452,21 +495,20 @@ def _launch_key_value(
 
 def _launch_query(
     inputs: Inputs,
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: _Rows,
     results: tuple[Tensor, Tensor | None],
     options: AttentionOptions,
     tiles: Tiles,
 ) -> None:
-    grad_out, lse, delta = rows
     packing = inputs.packing
     pair = descriptor_pair((inputs.k, inputs.v), inputs, tiles.block_n if tiles.descriptors else 0)
     grid = (triton.cdiv(inputs.num_queries, tiles.block_m), inputs.num_seqs * inputs.num_heads)
     _query_kernel[grid](
-        inputs.q, inputs.k, inputs.v, grad_out, lse, delta, *results, inputs.bias, inputs.mask,
+        inputs.q, inputs.k, inputs.v, rows.grad_out, rows.point, rows.delta, *results,
+        inputs.bias, inputs.mask,
         None if packing is None else packing.cu_seqlens_q,
         None if packing is None else packing.cu_seqlens_k,
-        *(pair or (None, None)), *_scalars(inputs, options),
-        *_strides(inputs, grad_out, results[0], lse),
+        *(pair or (None, None)), *_scalars(inputs, options), *_strides(inputs, rows, results[0]),
         inputs.num_queries, inputs.num_keys, inputs.num_heads,
         DESCRIPTORS=pair is not None, **_constants(inputs, options, tiles),
     )  # fmt: skip
