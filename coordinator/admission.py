@@ -103,7 +103,8 @@ class Admission:
         except BaseException as error:
             self._give_up(waiter)
             if isinstance(error, TimeoutError):
-                raise self._too_busy(f"not admitted within {self._settings.max_wait_s:g} s") from None
+                wait_s = self._settings.max_wait_s
+                raise self._too_busy(f"not admitted within {wait_s:g} s") from None
             raise
 
     def _give_up(self, waiter: _Waiter) -> None:

@@ -230,13 +230,13 @@ def _side(replica: str, epoch: int, report: Any) -> SideRecord:
 
 
 def _rebuilt(record: RoundRecord) -> bool:
-    """Whether a side also had to compute a prefix (first fill, resync, failover): no usual round."""
+    """Whether a side also computed a prefix (first fill, resync, failover): no usual round."""
     usual = record.num_draft_tokens + record.num_emitted + 2
-    for side in (record.target, record.draft):
-        if side is not None and side.before is not None and side.after is not None:
-            if side.after.kv_len - side.before.kv_len > usual:
-                return True
-    return False
+    return any(
+        side.after.kv_len - side.before.kv_len > usual
+        for side in (record.target, record.draft)
+        if side is not None and side.before is not None and side.after is not None
+    )
 
 
 def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:

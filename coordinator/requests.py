@@ -8,7 +8,7 @@ but for the tokenizer: entropy for a seed comes in as a callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +42,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
 
-    def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) messages under the model's template, ready for an answer.
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages (role, content) under the model's template, ready for an answer.
 
         Raises InvalidRequest where the model has no template.
         """
@@ -230,18 +230,25 @@ class Resolver:
             if not ids_of_text:
                 raise InvalidRequest("the text has no tokens", field="text")
             return ids_of_text, "text_completion"
-        messages = [(message.role, message.content) for message in request.chat.messages]
+        return self._chat_prompt(request.chat), "chat"
+
+    def _chat_prompt(self, chat: generation_pb2.ChatPrompt) -> Sequence[int]:
+        messages = [{"role": each.role, "content": each.content} for each in chat.messages]
         if not messages:
             raise InvalidRequest("at least one message is needed", field="chat.messages")
-        size = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
+        size = sum(len(text.encode()) for message in messages for text in message.values())
+        most_bytes = self.admission.max_prompt_bytes
         _in_range("chat.messages", size, 1, most_bytes, what="number of bytes")
-        for index, (role, _) in enumerate(messages):
-            if role not in ROLES:
+        for index, message in enumerate(messages):
+            if message["role"] not in ROLES:
                 raise InvalidRequest(
-                    f"{role[:32]!r} is none of {', '.join(ROLES)}",
+                    f"{message['role'][:32]!r} is none of {', '.join(ROLES)}",
                     field=f"chat.messages[{index}].role",
                 )
-        return self.tokenizer.chat(messages), "chat"
+        try:
+            return self.tokenizer.chat(messages)
+        except InvalidRequest as refused:
+            raise InvalidRequest(refused.message, field="chat.messages") from refused
 
     def _max_tokens(self, request: generation_pb2.GenerateRequest, prompt_len: int) -> int:
         room = self.limits.max_context_len - prompt_len

@@ -55,12 +55,16 @@ class OutputStream:
         self._error: SpecmeshError | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
         self._resume: Callable[[], None] = lambda: None
+        self._abandon: Callable[[SpecmeshError], None] = lambda error: None
         self.ended: dict[int, Ended] = {}
         self.first_chunk_s: float | None = None
 
-    def on_room(self, resume: Callable[[], None]) -> None:
-        """What to call when paused samples may go on."""
+    def connect(
+        self, resume: Callable[[], None], abandon: Callable[[SpecmeshError], None]
+    ) -> None:
+        """resume: paused samples may go on. abandon: the reader has lost its request."""
         self._resume = resume
+        self._abandon = abandon
 
     @property
     def is_full(self) -> bool:
@@ -145,6 +149,7 @@ class OutputStream:
             f"nothing was read for {self._slow_reader_s:g} s; resume with the ids received"
         )
         self._wake.set()
+        self._abandon(self._error)
 
     def __iter__(self) -> Iterator[Ended]:
         """How the samples ended, in order of their indices."""

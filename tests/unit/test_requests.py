@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(character) % 100 for character in text if character != "\x00"]
 
-    def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        return self.encode("".join(f"<{role}>{content}" for role, content in messages))
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
 
 
 def resolver(**speculation: Any) -> Resolver:

@@ -1,0 +1,65 @@
+"""The Ray actor that is a coordinator replica: a thin shell around `CoordinatorReplica`.
+
+Owns nothing but the translation of Ray Serve's life cycle into start, health and drain. Serve calls
+the constructor on the actor's own event loop (not the main thread, so no signals there), the health
+check every few seconds, and the destructor when the replica is to go.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from ray import serve
+
+from coordinator.app import DEPLOYMENT, EXTRA_DRAIN_S, SLOT
+from coordinator.replica import CoordinatorReplica
+from specmesh.config import CoordinatorSettings
+from specmesh.errors import NotReady
+from specmesh.logs import configure_logging
+
+
+class CoordinatorActor:
+    """One replica. Its gRPC port serves clients directly; no call of theirs passes through Ray."""
+
+    async def __init__(self, settings_json: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        settings = CoordinatorSettings.model_validate_json(settings_json)
+        instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
+        configure_logging("coordinator", instance_id, settings.telemetry.log_level)
+        self._replica = CoordinatorReplica(settings)
+        await self._replica.start()
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica whose check raises. Missing targets are no reason to."""
+        if not self._replica.port:
+            raise NotReady("the coordinator does not listen")
+
+    async def port(self) -> int:
+        """Where clients connect."""
+        return self._replica.port
+
+    async def __del__(self) -> None:
+        """Drain: running streams go on to their end, or to the end of the grace."""
+        await self._replica.drain()
+
+
+def bind_deployment(settings: CoordinatorSettings) -> Any:
+    """The Serve application of these settings."""
+    ray_settings = settings.ray
+    deployment: Any = serve.deployment(
+        CoordinatorActor,
+        name=DEPLOYMENT,
+        num_replicas=ray_settings.num_replicas,
+        max_ongoing_requests=16,
+        ray_actor_options={
+            "num_cpus": ray_settings.num_cpus,
+            "num_gpus": 0,
+            "resources": {SLOT: 1},
+        },
+        health_check_period_s=ray_settings.health_check_period_s,
+        health_check_timeout_s=max(10.0, ray_settings.health_check_period_s),
+        graceful_shutdown_timeout_s=settings.server.drain_grace_s + EXTRA_DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return deployment.bind(settings.model_dump_json())

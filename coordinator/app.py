@@ -1,0 +1,127 @@
+"""The coordinator as a Ray Serve application, used for lifecycle only (DESIGN section 6).
+
+Owns starting or joining Ray, the deployment's options and its end. Ray places, supervises, restarts
+and drains replicas; no Ray call happens inside a round and Serve's proxies are off. What a replica
+is lies in `coordinator/actor.py`. `build` is the import path for a Serve config on a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from specmesh.config import CoordinatorSettings, RaySettings
+from specmesh.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+APP_NAME = "specmesh"
+DEPLOYMENT = "coordinator"
+# One coordinator per node that offers the slot; a local instance offers as many as it needs.
+SLOT = "coordinator_slot"
+# Read by Ray when it is first imported and by every process that it starts.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",  # the store is unused: a folder on disk will do
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
+}
+EXTRA_DRAIN_S = 10.0  # beyond the grace, for streams and exporters to close
+
+
+def set_ray_environment() -> None:
+    """Make Ray silent, local and small; what the operator has set stays."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def build(settings: dict[str, Any]) -> Any:
+    """The Serve application for settings as JSON data: `import_path: coordinator.app:build`."""
+    set_ray_environment()
+    from coordinator.actor import bind_deployment
+
+    try:
+        checked = CoordinatorSettings.model_validate(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return bind_deployment(checked)
+
+
+def start_ray(settings: RaySettings) -> None:
+    """Start a small local Ray, or join the one at `address`. Raises ConfigError."""
+    set_ray_environment()
+    import ray
+
+    common: dict[str, Any] = {
+        "namespace": APP_NAME,
+        "log_to_driver": True,
+        "logging_level": logging.WARNING,
+        "configure_logging": False,
+    }
+    try:
+        if settings.address is not None:
+            ray.init(address=settings.address, **common)
+            return
+        folder = settings.temp_dir or Path(tempfile.gettempdir()) / f"specmesh-ray-{os.getuid()}"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ray.init(
+            num_cpus=max(1, settings.num_replicas),
+            num_gpus=0,
+            resources={SLOT: settings.num_replicas},
+            include_dashboard=False,
+            object_store_memory=settings.object_store_bytes,
+            _temp_dir=str(folder),
+            _plasma_directory=str(folder),
+            **common,
+        )
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot start Ray: {error}", field="ray") from error
+
+
+def deploy(settings: CoordinatorSettings) -> None:
+    """Run the application; returns when its replicas are ready. Raises ConfigError."""
+    from ray import serve
+
+    from coordinator.actor import bind_deployment
+
+    serve.start(proxy_location="Disabled")
+    try:
+        serve.run(bind_deployment(settings), name=APP_NAME, route_prefix=None, blocking=False)
+    except RuntimeError as error:
+        raise ConfigError(f"no replica could start: {error}", field="ray") from error
+
+
+async def run_on_ray(settings: CoordinatorSettings, stopping: asyncio.Event) -> None:
+    """Start Ray and the application, wait for `stopping`, drain, end Ray."""
+    import_ray = asyncio.to_thread(start_ray, settings.ray)
+    await import_ray
+    try:
+        await asyncio.to_thread(deploy, settings)
+        logger.info("ready on ray", extra={"replicas": settings.ray.num_replicas})
+        await stopping.wait()
+        await asyncio.to_thread(_undeploy)
+    finally:
+        await asyncio.to_thread(_end_ray, settings.ray)
+
+
+def _undeploy() -> None:
+    """Serve ends the replicas; each drains in its own time, bounded by the deployment's limit."""
+    from ray import serve
+
+    serve.delete(APP_NAME, _blocking=True)
+
+
+def _end_ray(settings: RaySettings) -> None:
+    import ray
+    from ray import serve
+
+    untyped: Any = serve
+    if settings.address is None:
+        untyped.shutdown()
+    ray.shutdown()
