@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from specmesh.engine.runner import Engine
+from specmesh.errors import InvalidRequest, SpecmeshError, TooBusy
 from specmesh.rpc import LINK_GROUP_KEY
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class ServiceLink:
         self._engine = engine
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._serving = asyncio.current_task()
+        self._failure: SpecmeshError | None = None
         # One place more than there may be frames: the end must always fit.
         self._frames: asyncio.Queue[Any] = asyncio.Queue(options.max_outbound_frames + 1)
         self._is_open = True
@@ -68,10 +69,8 @@ class ServiceLink:
             return
         for batch in split_by_bytes(results, FRAME_BYTES):
             if self._frames.qsize() >= self._options.max_outbound_frames:
-                logger.warning(
-                    "link closed: its peer reads too slowly", extra={"group": self.group}
-                )
-                self.close()
+                logger.warning("link ended: its peer reads too slowly", extra={"group": self.group})
+                self.fail(TooBusy("results were not read in time", retry_after_s=1.0))
                 return
             frame = self._options.response_type(results=batch, load=self._engine.load())
             self._frames.put_nowait(frame)
@@ -86,24 +85,35 @@ class ServiceLink:
             self._is_open = False
             self._frames.put_nowait(None)
 
-    def close(self) -> None:
-        """Cut the stream, even while a send waits for the peer."""
-        self._is_open = False
-        if self._serving is not None:
-            self._serving.cancel()
+    def fail(self, error: SpecmeshError) -> None:
+        """End the sessions now, and the stream with this error as soon as the peer reads on.
+
+        Cancelling the handler instead would send the peer no status at all.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._failure = error
+            while not self._frames.empty():
+                self._frames.get_nowait()
+            self._frames.put_nowait(None)
+            self._engine.end_link(self)
 
     def detach(self) -> None:
         """The stream is over: drop whatever is posted from now on."""
         self._is_open = False
 
     async def frames(self) -> AsyncIterator[Any]:
-        """Frames to send, until the end."""
+        """Frames to send, until the end. Raises what the link failed with."""
         while (frame := await self._frames.get()) is not None:
             yield frame
+        if self._failure is not None:
+            raise self._failure
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
         """Hand every frame to the engine; at the peer's end, let the answers go out first."""
         async for frame in requests:
+            if not self._is_open:
+                return
             if frame.commands:
                 self._engine.submit(self, frame.commands)
         self._engine.finish_link(self)
@@ -151,8 +161,8 @@ def _log_reader(task: asyncio.Task[None], link: ServiceLink) -> None:
     """A frame that cannot be parsed has no session to blame: the link ends."""
     if task.cancelled() or task.exception() is None:
         return
-    logger.warning("link closed: unreadable frame", exc_info=task.exception())
-    link.close()
+    logger.warning("link ended: unreadable frame", exc_info=task.exception())
+    link.fail(InvalidRequest("a frame could not be parsed", field="commands"))
 
 
 def split_by_bytes(results: Sequence[Any], max_bytes: int) -> Iterator[list[Any]]:

@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Commands that arrived and are not at work yet, plus those at work."""
+        """Commands that arrived and are not in the pass that runs."""
         unread = self._num_submitted - self._desk.num_answered
         return max(0, unread) + self._scheduler.num_waiting
 
