@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specmesh.errors import NotReady
-from specmesh.telemetry import PREFILL, PROPOSE, ROUND, VERIFY, Key
+from specmesh.errors import InvalidRequest, NotReady
+from specmesh.telemetry import PREFILL, PROPOSE, VERIFY, Key
 from specmesh.traces.reader import StoredSpan, Trace, read_trace
 
 FLUSH_TIMEOUT_S = 10.0  # services write their spans every half second
@@ -36,9 +36,11 @@ class RoundTimes:
 
 
 def complete_trace(trace_dir: Path, trace_id: str) -> Trace:
-    """The trace, once every process has written its part. Raises NotReady when that takes too long.
+    """The trace, once every process has written its part.
 
-    Complete means: the root is there and every round and prefill has its `target.verify`.
+    Complete means: the root is there, every round and prefill has its `target.verify`, and every
+    round with candidates its `draft.propose`. After a wait, one whose service died before it wrote
+    is returned as it is. Raises NotReady when not even the root is there.
     """
     deadline = time.monotonic() + FLUSH_TIMEOUT_S
     while True:
@@ -46,13 +48,13 @@ def complete_trace(trace_dir: Path, trace_id: str) -> Trace:
         if trace is not None and _is_complete(trace):
             return trace
         if time.monotonic() > deadline:
-            raise NotReady(f"trace {trace_id} is incomplete in {trace_dir}")
+            if trace is None or trace.root is None:
+                raise NotReady(f"trace {trace_id} has not been written to {trace_dir}")
+            return trace
         time.sleep(POLL_S)
 
 
 def _read(trace_dir: Path, trace_id: str) -> Trace | None:
-    from specmesh.errors import InvalidRequest
-
     try:
         return read_trace([trace_dir], trace_id)[0]
     except InvalidRequest:  # not written yet
@@ -62,8 +64,12 @@ def _read(trace_dir: Path, trace_id: str) -> Trace | None:
 def _is_complete(trace: Trace) -> bool:
     if trace.root is None:
         return False
-    verified = {span.parent_id for span in trace.spans if span.name == VERIFY}
-    return all(step.span_id in verified for step in trace.steps())
+    children = {(span.parent_id, span.name) for span in trace.spans}
+    return all(
+        (step.span_id, VERIFY) in children
+        and ((step.span_id, PROPOSE) in children or not step.count(Key.NUM_DRAFT_TOKENS))
+        for step in trace.steps()
+    )
 
 
 def round_times(traces: Sequence[Trace]) -> list[RoundTimes]:
@@ -87,6 +93,3 @@ def _times(step: StoredSpan, trace: Trace) -> RoundTimes:
 
 def _sum_ms(spans: Sequence[StoredSpan], key: str) -> float:
     return sum(span.count(key) for span in spans) / 1000
-
-
-__all__ = ["ROUND", "RoundTimes", "complete_trace", "round_times"]
