@@ -448,6 +448,8 @@ class RoundDone:
     draft_replica: str = ""
     target_report: Any = None
     draft_report: Any = None
+    candidates: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ goes to the tracer and to the metrics, so that their sums agree. Must not know h
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from protos.specmesh.v1 import session_pb2
 from specmesh.errors import BY_REASON, InternalError
 from specmesh.logs import SessionLogger
 from specmesh.metrics import CoordinatorMetrics
-from specmesh.round_record import RoundRecord, SideRecord
+from specmesh.round_record import RoundRecord, SideRecord, content_attributes
 from specmesh.telemetry import PREFILL, ROUND, Telemetry
 
 # Spans carry Unix time, durations come from the monotonic clock.
@@ -101,8 +102,10 @@ class RoundRecorder:
         context: Context | None,
         session_id: str,
         sample_index: int,
+        text_of: Callable[[int], str] | None = None,
     ) -> None:
-        """context: the request's span; None when it is not sampled."""
+        """context: the request's span; None when it is not sampled. text_of: the text of a token,
+        given only where content is to be recorded."""
         self.metrics = metrics
         self._telemetry = telemetry
         self._policy = policy
@@ -110,6 +113,7 @@ class RoundRecorder:
         self._context = context
         self._session_id = session_id
         self._sample_index = sample_index
+        self._text_of = text_of
         self._span: Span | None = None
         self._trace: session_pb2.TraceContext | None = None
 
@@ -150,8 +154,10 @@ class RoundRecorder:
         if done.num_draft_tokens:
             record.expected_tokens = self._policy.expected_tokens(done.num_draft_tokens)
         if span is not None:
-            for key, value in record.attributes().items():
-                span.set_attribute(key, value)
+            span.set_attributes(record.attributes())
+            if self._text_of is not None:
+                content = content_attributes(done.candidates, done.tokens, self._text_of)
+                span.set_attributes(content)
             span.end(timing.end_ns + _UNIX_OFFSET_NS)
         for detector in self.metrics.observe_round(record):
             self._log.error("output law in doubt", extra={"detector": detector})

@@ -240,6 +240,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             Telemetry.context(call.span),
             session_id,
             index,
+            self._text_of if parts.telemetry.record_content else None,
         )
         return Driver(
             session_id,

@@ -69,6 +69,8 @@ class Round:
             draft_replica=self.draft_replica,
             target_report=self.target_report,
             draft_report=self.draft_report,
+            candidates=self.candidates,
+            tokens=tuple(outcome.tokens),
         )
 
 

@@ -6,7 +6,7 @@ to the metrics (counters), so that their sums agree by construction. Knows neith
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specmesh.ledger import Boundaries
@@ -136,6 +136,18 @@ class RoundRecord:
             (Key.CACHED_TOKENS, self.target.cached_tokens or None),
         )
         return {key: value for key, value in optional if value is not None}
+
+
+def content_attributes(
+    candidates: Sequence[int], tokens: Sequence[int], text_of: Callable[[int], str]
+) -> dict[str, AttributeValue]:
+    """Ids and texts of candidates and emitted tokens, for spans that may hold content."""
+    return {
+        Key.CANDIDATE_IDS: tuple(candidates),
+        Key.EMITTED_IDS: tuple(tokens),
+        Key.CANDIDATE_TEXTS: tuple(text_of(token) for token in candidates),
+        Key.EMITTED_TEXTS: tuple(text_of(token) for token in tokens),
+    }
 
 
 def _lengths(boundaries: Boundaries | None) -> tuple[int, ...]:
