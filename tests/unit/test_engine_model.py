@@ -1,0 +1,215 @@
+"""The decoder's logits are transformers' logits, however a sequence is cut into steps."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
+from tests.unit.tiny_models import (
+    PAGE,
+    VOCAB,
+    PackedRun,
+    random_tokens,
+    reference_logits,
+    save,
+    tiny_model,
+)
+
+TOLERANCE = 1e-4  # absolute, on logits of order 1; float32 rounding gives a few 1e-6
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama tied, biased": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama one head per group": ("llama", {"num_key_value_heads": 4}),
+    "llama one group": ("llama", {"num_key_value_heads": 1, "head_dim": 12}),
+    "llama3 rope": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "yarn rope": ("llama", {"rope_parameters": YARN}),
+    "yarn rope, mscale": (
+        "llama",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False}},
+    ),
+    "mistral window": ("mistral", {"sliding_window": 7}),
+    "mistral page window": ("mistral", {"sliding_window": 20}),
+    "mistral no window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 windowed upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 tied, windowed": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+        },
+    ),
+}
+LENGTHS = (70, 3, 37)
+# Tokens fed to each sequence: one prefill; prefill and decode; chunks beside verify and decode.
+SCHEDULES = {
+    "prefill": [(70, 3, 37)],
+    "decode": [(69, 2, 36), (1, 1, 1)],
+    "mixed": [(40, 1, 17), (1, 1, 1), (25, 0, 1), (1, 1, 5), (3, 0, 13)],
+    "token by token": [(1, 1, 1)] * 3 + [(1, 0, 1)] * 34 + [(33, 0, 0)],
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A decoder, and the logits that transformers gives for three sequences."""
+    family, changes = VARIANTS[request.param]
+    model = tiny_model(family, **changes)
+    folder = save(model, tmp_path_factory.mktemp("model"))
+    sequences = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    return load_decoder(folder), sequences, [reference_logits(model, s) for s in sequences]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_logits_match_transformers(variant, schedule) -> None:
+    """Every position's logits agree within 1e-4, whatever the chunks and the company."""
+    decoder, sequences, expected = variant
+    run = PackedRun(decoder, sequences)
+    for counts in schedule:
+        starts = list(run.done)
+        for i, logits in enumerate(run.step(counts)):
+            wanted = expected[i][starts[i] : starts[i] + counts[i]]
+            torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    assert run.done == list(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory):
+    """A plain model, for what does not depend on the family."""
+    model = tiny_model("llama")
+    return load_decoder(save(model, tmp_path_factory.mktemp("llama"))), model
+
+
+def test_only_requested_rows_are_returned(llama) -> None:
+    """Rows come in the order asked for, and none asked for gives none but still writes K/V."""
+    decoder, model = llama
+    tokens = random_tokens(21, 5)
+    expected = reference_logits(model, tokens)
+    cache = decoder.new_cache(3, PAGE)
+    tables = [[0, 1]]
+    rows = [19, 0, 7]
+    batch = StepBatch.pack([tokens[:20]], [0], tables, rows, page_size=PAGE)
+    torch.testing.assert_close(
+        decoder.forward(batch, cache), expected[rows], atol=TOLERANCE, rtol=0
+    )
+    cache = decoder.new_cache(3, PAGE)
+    silent = decoder.forward(
+        StepBatch.pack([tokens[:20]], [0], tables, [], page_size=PAGE), cache
+    )
+    assert silent.shape == (0, VOCAB)
+    batch = StepBatch.pack([tokens[20:]], [20], tables, [0], page_size=PAGE)
+    torch.testing.assert_close(
+        decoder.forward(batch, cache), expected[20:], atol=TOLERANCE, rtol=0
+    )
+
+
+def test_rejected_slots_are_written_over(llama) -> None:
+    """Feeding other tokens at positions already written gives the logits of a cold run."""
+    decoder, model = llama
+    kept, rejected, fresh = random_tokens(30, 1), random_tokens(5, 2), random_tokens(5, 3)
+    run = PackedRun(decoder, [kept + rejected])
+    run.step([30])
+    run.step([5])
+    run.sequences, run.done = [kept + fresh], [30]
+    (logits,) = run.step([5])
+    expected = reference_logits(model, kept + fresh)[30:]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_an_earlier_owners_nan_is_not_read(llama) -> None:
+    """A page full of NaN, left by a failed session, does not leak through masked slots."""
+    decoder, model = llama
+    tokens = random_tokens(19, 4)
+    cache = decoder.new_cache(3, PAGE)
+    for pool in cache.pools:
+        pool.fill_(math.nan)
+    run = PackedRun(decoder, [tokens], cache)
+    for count in (18, 1):
+        start = run.done[0]
+        (logits,) = run.step([count])
+        expected = reference_logits(model, tokens)[start : start + count]
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_shared_pages_serve_two_sequences(llama) -> None:
+    """A second sequence continues from another's full page without feeding it again."""
+    decoder, model = llama
+    prefix, own = random_tokens(PAGE, 6), random_tokens(4, 7)
+    cache = decoder.new_cache(3, PAGE)
+    decoder.forward(StepBatch.pack([prefix], [0], [[2]], [], page_size=PAGE), cache)
+    batch = StepBatch.pack([own], [PAGE], [[2, 0]], range(4), page_size=PAGE)
+    expected = reference_logits(model, prefix + own)[PAGE:]
+    torch.testing.assert_close(decoder.forward(batch, cache), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_copy_page_and_clear_pages(llama) -> None:
+    """A copied page reads as the original after the original is cleared."""
+    decoder, model = llama
+    tokens = random_tokens(12, 8)
+    cache = decoder.new_cache(3, PAGE)
+    decoder.forward(StepBatch.pack([tokens[:11]], [0], [[1]], [], page_size=PAGE), cache)
+    cache.copy_page(1, 2)
+    cache.clear_pages([1])
+    assert not any(pool[:, 1].any() for pool in cache.pools)
+    batch = StepBatch.pack([tokens[11:]], [11], [[2]], [0], page_size=PAGE)
+    expected = reference_logits(model, tokens)[11:]
+    torch.testing.assert_close(decoder.forward(batch, cache), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_very_uneven_contexts_are_grouped_and_agree(llama) -> None:
+    """One long and many short sequences decode together without changing each other."""
+    decoder, model = llama
+    sequences = [random_tokens(n, n) for n in (200, 5, 6, 7, 18, 2, 2, 90)]
+    run = PackedRun(decoder, sequences)
+    run.step([len(tokens) - 2 for tokens in sequences[:5]] + [0, 0, 88])
+    expected = [reference_logits(model, tokens) for tokens in sequences]
+    starts = list(run.done)
+    counts = [2, 1, 2, 1, 2, 2, 1, 2]
+    for i, logits in enumerate(run.step(counts)):
+        wanted = expected[i][starts[i] : starts[i] + counts[i]]
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_two_decoders_can_share_an_embedding(llama, tmp_path: Path) -> None:
+    """A draft composed in memory gives the logits of one loaded whole."""
+    decoder, model = llama
+    shared = load_decoder(save(model, tmp_path), embedding_from=decoder)
+    tokens = random_tokens(9, 9)
+    assert isinstance(shared, Decoder)
+    (logits,) = PackedRun(shared, [tokens]).step([9])
+    torch.testing.assert_close(
+        logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_bfloat16_follows_float32_loosely(tmp_path: Path) -> None:
+    """The narrow type computes the same function: its best token agrees almost always."""
+    model = tiny_model("llama", seed=3)
+    narrow = load_decoder(save(model, tmp_path), dtype=torch.bfloat16)
+    tokens = random_tokens(40, 10)
+    (logits,) = PackedRun(narrow, [tokens]).step([40])
+    expected = reference_logits(model, tokens)
+    assert logits.dtype == torch.float32
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
