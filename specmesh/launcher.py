@@ -90,12 +90,22 @@ def free_port(wanted: int, owner: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(wanted: Ports, *, with_draft: bool = True) -> Ports:
+    """`wanted` with every 0 replaced by a free port. Raises ConfigError when one is taken."""
+    return Ports(
+        coordinator=free_port(wanted.coordinator, "coordinator"),
+        draft=free_port(wanted.draft, "draft") if with_draft else wanted.draft,
+        target=free_port(wanted.target, "target"),
+    )
+
+
 def plan(options: StackOptions) -> list[ServiceCommand]:
     """The processes of a stack, in starting order. Raises ConfigError when a port is taken."""
-    ports = {"target": free_port(options.ports.target, "target")}
+    free = free_ports(options.ports, with_draft=options.draft_dir is not None)
+    ports = {"target": free.target}
     if options.draft_dir is not None:
-        ports["draft"] = free_port(options.ports.draft, "draft")
-    ports["coordinator"] = free_port(options.ports.coordinator, "coordinator")
+        ports["draft"] = free.draft
+    ports["coordinator"] = free.coordinator
     flags: dict[str, list[str]] = {
         "target": ["--engine.model", str(options.target_dir)],
         "draft": ["--engine.model", str(options.draft_dir)],

@@ -111,7 +111,9 @@ def running_stack(
 
 def up(
     target: Path | None = typer.Option(
-        None, "--target", help="Target model: a Hugging Face folder or .gguf; default: SmolLM2-135M."
+        None,
+        "--target",
+        help="Target model: a Hugging Face folder or .gguf; default: SmolLM2-135M.",
     ),
     draft: Path | None = typer.Option(None, "--draft", help="Draft model, likewise."),
     no_draft: bool = typer.Option(False, "--no-draft", help="Serve the target alone."),
@@ -139,15 +141,16 @@ def up(
     as_json: bool = typer.Option(False, "--json", help="Print the endpoints as JSON when ready."),
 ) -> None:
     """Start draft, target and coordinator here; stay up until Ctrl-C or SIGTERM."""
-    from specmesh.launcher import Interrupted, Ports, interruptible
+    from specmesh.launcher import Interrupted, Ports, free_ports, interruptible
 
     cache_dir = cache_dir or default_cache_dir()
     extra = settings_flags(set_)
+    wanted = Ports(coordinator=port, draft=draft_port, target=target_port)
+    ports = free_ports(wanted, with_draft=not no_draft)  # before anything that takes time
     traces = trace_dir or cache_dir / "traces"
     try:
         with interruptible():
             models = resolve_models(target, draft, cache_dir, no_draft=no_draft)
-            ports = Ports(coordinator=port, draft=draft_port, target=target_port)
             with running_stack(
                 models,
                 cache_dir=cache_dir,
