@@ -39,12 +39,17 @@ async def _run_here(settings: CoordinatorSettings, stopping: asyncio.Event) -> N
 async def _serve(settings: CoordinatorSettings) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+    def listen_for_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+
+    listen_for_signals()
     if settings.ray.enabled:
         from coordinator.app import run_on_ray
 
-        await run_on_ray(settings, stopping)
+        # Again once Ray runs: its own handlers print a stack trace and end the process.
+        await run_on_ray(settings, stopping, listen_for_signals)
     else:
         await _run_here(settings, stopping)
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,16 @@ def deploy(settings: CoordinatorSettings) -> None:
         raise ConfigError(f"no replica could start: {error}", field="ray") from error
 
 
-async def run_on_ray(settings: CoordinatorSettings, stopping: asyncio.Event) -> None:
-    """Start Ray and the application, wait for `stopping`, drain, end Ray."""
-    import_ray = asyncio.to_thread(start_ray, settings.ray)
-    await import_ray
+async def run_on_ray(
+    settings: CoordinatorSettings, stopping: asyncio.Event, on_started: Callable[[], None]
+) -> None:
+    """Start Ray and the application, wait for `stopping`, drain, end Ray.
+
+    on_started: called when Ray runs, before the application does.
+    """
+    # Not on the main thread: there Ray would take the signals.
+    await asyncio.to_thread(start_ray, settings.ray)
+    on_started()
     try:
         await asyncio.to_thread(deploy, settings)
         logger.info("ready on ray", extra={"replicas": settings.ray.num_replicas})

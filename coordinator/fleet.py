@@ -91,8 +91,8 @@ class Fleet:
         self._cooling: set[str] = set()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.target_info: session_pb2.ModelInfo | None = None
-        self.draft_info: session_pb2.ModelInfo | None = None
+        # The first replica of each side that shook hands; all others must fit it.
+        self._identity: dict[Side, tuple[str, session_pb2.ModelInfo]] = {}
 
     # ------------------------------------------------------------ start and end
 
@@ -152,24 +152,21 @@ class Fleet:
                 f"{link.side.value} {link.address} has another tokenizer: vocabulary hash "
                 f"{info.vocab_hash:#018x}, the coordinator's is {self._vocabulary.vocab_hash:#018x}"
             )
-        known = self.target_info if link.side is Side.TARGET else self.draft_info
-        if known is not None and link.side is Side.TARGET and known.fingerprint != info.fingerprint:
-            raise ModelMismatch(
-                f"target {link.address} runs other weights: fingerprint {info.fingerprint}, "
-                f"expected {known.fingerprint}"
-            )
-        for other in (self.target_info, self.draft_info):
-            if other is not None:
-                _check_ids(link, info, other)
+        for side, (address, known) in self._identity.items():
+            _check_ids(link, info, address, known)
+            both_targets = side is Side.TARGET and link.side is Side.TARGET
+            if both_targets and known.fingerprint != info.fingerprint:
+                raise ModelMismatch(
+                    f"target {link.address} runs other weights than {address}: fingerprint "
+                    f"{info.fingerprint} against {known.fingerprint}"
+                )
+        self._identity.setdefault(link.side, (link.address, info))
 
     def link_up(self, link: ReplicaLink) -> None:
         """A replica is there: sessions that wait for one are served."""
         logger.info("link up", extra={"side": link.side.value, "replica": link.address})
         self._metrics.link_up.labels(link.side.value, link.address).set(1)
-        if link.side is Side.TARGET:
-            self.target_info = link.info
-        else:
-            self.draft_info = link.info
+        if link.side is Side.DRAFT:
             self._cooling.discard(link.address)
             self._serve_seekers()
         self._changed.set()
@@ -180,8 +177,6 @@ class Fleet:
         key = (link.side, link.address)
         lost, self._on_link[key] = self._on_link[key], set()
         link.num_sessions = 0
-        if link.side is Side.DRAFT and not any(each.is_up for each in self._of(Side.DRAFT)):
-            self.draft_info = None
         for session_id in lost:
             subscriber = self._subscribers.get(session_id)
             if subscriber is not None:
@@ -346,13 +341,19 @@ class Fleet:
 
     def require_target(self) -> session_pb2.ModelInfo:
         """The targets' model. Raises NotReady before the first handshake."""
-        if self.target_info is None:
+        found = next((link.info for link in self._of(Side.TARGET) if link.info), None)
+        if found is None:
             raise NotReady("no target replica is connected", retry_after_s=1.0)
-        return self.target_info
+        return found
+
+    @property
+    def draft_info(self) -> session_pb2.ModelInfo | None:
+        """The model of a draft that is connected now."""
+        return next((link.info for link in self._of(Side.DRAFT) if link.is_up), None)
 
 
 def _check_ids(
-    link: ReplicaLink, info: session_pb2.ModelInfo, other: session_pb2.ModelInfo
+    link: ReplicaLink, info: session_pb2.ModelInfo, address: str, other: session_pb2.ModelInfo
 ) -> None:
     def special(of: session_pb2.ModelInfo) -> tuple[object, ...]:
         return (of.vocab_size, of.vocab_hash, of.bos_token_id, sorted(of.eos_token_ids))
@@ -365,5 +366,5 @@ def _check_ids(
             if mine != theirs
         ]
         raise ModelMismatch(
-            f"{link.side.value} {link.address} does not fit the others: {'; '.join(differing)}"
+            f"{link.side.value} {link.address} does not fit {address}: {'; '.join(differing)}"
         )

@@ -55,8 +55,8 @@ class CoordinatorReplica:
         self._settings = settings
         self._instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
         self._tokenizer = tokenizer or load_tokenizer(settings.tokenizer)
-        self._tenants = Tenants.load(settings.api_keys)
-        self._metrics = CoordinatorMetrics()
+        self.tenants = Tenants.load(settings.api_keys)
+        self.metrics = CoordinatorMetrics()
         self._health = Health([SERVICE_NAME])
         self._admission = Admission(settings.admission)
         self._servers: list[grpc.aio.Server] = []
@@ -89,10 +89,10 @@ class CoordinatorReplica:
         telemetry = Telemetry.create("coordinator", settings.telemetry, self._instance_id)
         self._closing.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         self._closing.callback(self._executor.shutdown, wait=False)
-        scraped = MetricsServer.start(settings.telemetry, self._metrics.registry)
+        scraped = MetricsServer.start(settings.telemetry, self.metrics.registry)
         if scraped is not None:
             self._closing.callback(scraped.close)
-        lag = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag))
+        lag = asyncio.create_task(watch_event_loop(self.metrics.event_loop_lag))
         self._closing.callback(lag.cancel)
         fleet = Fleet(
             settings.targets,
@@ -101,7 +101,7 @@ class CoordinatorReplica:
             # Sessions are scoped by this name; a restarted process must not meet its old ones.
             f"{self._instance_id}-{os.urandom(4).hex()}",
             self._tokenizer,
-            self._metrics,
+            self.metrics,
             limits=RpcLimits(max_message_bytes=settings.server.max_message_bytes),
             credentials=channel_credentials(settings.link_tls),
         )
@@ -109,7 +109,7 @@ class CoordinatorReplica:
         self._servicer = GenerationServicer(
             Parts(
                 settings, self._tokenizer, fleet, self._admission, SharedPolicy(), telemetry,
-                self._metrics, self._tenants, self._executor,
+                self.metrics, self.tenants, self._executor,
             )
         )
         await self._listen(self._servicer)

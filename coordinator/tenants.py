@@ -23,6 +23,10 @@ class Tenants:
 
     def __init__(self, keys: Iterable[tuple[str, str]] | None) -> None:
         """keys: (tenant, key) pairs; None asks for no key."""
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[tuple[str, str]] | None) -> None:
+        """From now on these keys count."""
         self._digests = None if keys is None else [(name, _digest(key)) for name, key in keys]
 
     @classmethod

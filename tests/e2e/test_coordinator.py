@@ -1,0 +1,342 @@
+"""The coordinator against real services over real gRPC, on a model whose K/V is checked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.replica import CoordinatorReplica
+from protos.specmesh.v1 import generation_pb2 as pb
+from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
+from specmesh.config import AdmissionSettings, SpeculationSettings
+from specmesh.errors import InvalidRequest, ModelMismatch, NotReady, TooBusy, Unauthenticated
+from specmesh.rpc import READINESS, RpcLimits, create_channel
+from tests.e2e.stack import (
+    VOCAB_SIZE,
+    LetterTokenizer,
+    Stack,
+    model_info,
+    running_stack,
+    settings_of,
+)
+from tests.rpc import peers
+from tests.rpc.fake_model import PrefixDecoder
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def options(**changes: Any) -> GenerateOptions:
+    return GenerateOptions(**{"max_tokens": 24, "ignore_eos": True, **changes})
+
+
+async def tokens_of(stack: Stack, **changes: Any) -> list[int]:
+    generation = await stack.client.generate(PROMPT, options(**changes))
+    return generation.token_ids[0]
+
+
+async def test_coupled_output_is_the_same_everywhere() -> None:
+    """A seeded request gives the same tokens for every k, placement and draft, or without one."""
+    async with running_stack() as stack:
+        wanted = await tokens_of(stack, seed=3, num_draft_tokens=0)
+        assert len(wanted) == 24
+        for decide_at in ("target", "coordinator"):
+            for k in (0, 1, 3, 8, None):
+                found = await tokens_of(stack, seed=3, num_draft_tokens=k, decide_at=decide_at)
+                assert found == wanted, (decide_at, k)
+        await stack.all_pages_free()
+    async with running_stack(draft_seed=5) as stack:
+        assert await tokens_of(stack, seed=3, num_draft_tokens=4) == wanted
+    async with running_stack(num_drafts=0) as stack:
+        assert await tokens_of(stack, seed=3, num_draft_tokens=4) == wanted
+
+
+async def test_greedy_output_is_the_target_s_argmax_path() -> None:
+    """At temperature 0 every k gives the argmax continuation of the target."""
+    model = PrefixDecoder(VOCAB_SIZE, seed=0)
+    prefix = list(PROMPT)
+    for _ in range(24):
+        prefix.append(int(model.logits(prefix)[:VOCAB_SIZE].argmax()))
+    async with running_stack() as stack:
+        for k in (0, 4):
+            for decide_at in ("target", "coordinator"):
+                found = await tokens_of(
+                    stack, temperature=0.0, num_draft_tokens=k, decide_at=decide_at
+                )
+                assert found == prefix[len(PROMPT) :]
+
+
+async def test_residual_sample_is_the_same_in_both_placements() -> None:
+    """Same seed, same k, residual rule: equal tokens, whoever decides and beside whom."""
+    async with running_stack() as stack:
+        fields = {"seed": 9, "rule": "residual", "num_draft_tokens": 3, "top_p": 0.9}
+        wanted = await tokens_of(stack, **fields)
+        assert await tokens_of(stack, **fields, decide_at="coordinator") == wanted
+        together = await asyncio.gather(*(tokens_of(stack, **fields) for _ in range(8)))
+        assert together == [wanted] * 8
+
+
+async def test_draft_that_is_the_target_loses_no_candidate() -> None:
+    """Equal models on a dense float32 link: acceptance 100 % under both rules."""
+    async with running_stack(draft_seed=0) as stack:
+        for rule in ("residual", "coupled"):
+            generation = await stack.client.generate(
+                PROMPT, options(seed=1, rule=rule, num_draft_tokens=4, row_policy="dense_f32")
+            )
+            stats = generation.finished[0].speculation
+            assert stats.num_draft_tokens == stats.num_accepted > 0
+
+
+async def test_samples_interleave_and_differ() -> None:
+    """n samples share a stream by index; sample 0 is what n = 1 gives."""
+    async with running_stack() as stack:
+        alone = await tokens_of(stack, seed=4)
+        generation = await stack.client.generate(PROMPT, options(seed=4, n=3))
+        assert generation.token_ids[0] == alone
+        assert len({tuple(ids) for ids in generation.token_ids}) == 3
+        await stack.all_pages_free()
+
+
+@pytest.mark.parametrize("decide_at", ["target", "coordinator"])
+async def test_resume_at_every_round(decide_at: str) -> None:
+    """A repeated request with the ids held goes on exactly where the first stream was."""
+    async with running_stack() as stack:
+        fields = {"seed": 11, "decide_at": decide_at, "num_draft_tokens": 3}
+        request = options(**fields).request(PROMPT)
+        chunks = [
+            event async for event in stack.client.stream_request(request)
+            if isinstance(event, Chunk)
+        ]
+        whole = [token for chunk in chunks for token in chunk.token_ids]
+        held: list[int] = []
+        for chunk in chunks[:-1]:
+            held.extend(chunk.token_ids)
+            request.ClearField("resume_token_ids")
+            request.resume_token_ids.extend(held)
+            request.resume_round = chunk.round + 1
+            rest = [
+                token async for event in stack.client.stream_request(request)
+                if isinstance(event, Chunk) for token in event.token_ids
+            ]
+            assert held + rest == whole
+
+
+async def test_logprobs_are_the_unshaped_target_s() -> None:
+    """Per token its log-probability at temperature 1, and the largest ones, in both placements."""
+    model = PrefixDecoder(VOCAB_SIZE, seed=0)
+    async with running_stack() as stack:
+        for decide_at in ("target", "coordinator"):
+            generation = await stack.client.generate(
+                PROMPT,
+                options(seed=2, temperature=0.5, logprobs=3, num_draft_tokens=3, decide_at=decide_at),
+            )
+            ids, logprobs = generation.token_ids[0], generation.logprobs[0]
+            assert len(ids) == len(logprobs) == 24
+            for index, entry in enumerate(logprobs):
+                row = model.logits([*PROMPT, *ids[:index]])[:VOCAB_SIZE].log_softmax(-1)
+                assert entry.logprob == pytest.approx(float(row[ids[index]]), abs=1e-5)
+                best = row.sort(descending=True, stable=True)
+                assert [top.token_id for top in entry.top] == best.indices[:3].tolist()
+
+
+async def test_stop_string_and_usage_agree() -> None:
+    """Text is cut where the stop string begins; ids and usage include its last token."""
+    async with running_stack() as stack:
+        full = await stack.client.generate(PROMPT, options(seed=6))
+        stop = full.text[7:9]
+        first = full.text.index(stop)
+        cut = await stack.client.generate(PROMPT, options(seed=6, stop=[stop], num_draft_tokens=4))
+        assert cut.text == full.text[:first]
+        assert cut.token_ids[0] == full.token_ids[0][: first + len(stop)]
+        assert cut.finished[0].usage.completion_tokens == first + len(stop)
+        assert cut.finished[0].matched_stop == stop
+        await stack.all_pages_free()
+
+
+async def test_refusals_reach_the_caller_by_field() -> None:
+    """An invalid request ends with INVALID_ARGUMENT naming the field, and no session was made."""
+    async with running_stack() as stack:
+        with pytest.raises(InvalidRequest) as refused:
+            await stack.client.generate(PROMPT, GenerateOptions(top_p=1.5))
+        assert refused.value.field == "top_p"
+        assert stack.targets[0].engine.load().num_sessions == 0
+
+
+async def test_cancellation_frees_both_sides() -> None:
+    """A caller that leaves after some chunks frees its sessions on target and draft."""
+    async with running_stack() as stack:
+        events = stack.client.stream(PROMPT, options(seed=1, max_tokens=200, num_draft_tokens=2))
+        async for event in events:
+            if isinstance(event, Chunk) and event.round >= 3:
+                break
+        await events.aclose()
+        await stack.all_pages_free()
+
+
+async def test_deadline_ends_a_request() -> None:
+    """A request that outlives its deadline frees its sessions."""
+    async with running_stack() as stack:
+        stack.targets[0].decoder.before_pass = lambda: None  # type: ignore[attr-defined]  # a fake
+        channel = create_channel(stack.address, RpcLimits())
+        stub: Any = channel.unary_stream(
+            "/specmesh.v1.GenerationService/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        request = options(max_tokens=200, num_draft_tokens=1).request(PROMPT)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in stub(request, timeout=0.15):
+                pass
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await channel.close()
+        await stack.all_pages_free()
+
+
+async def test_draft_lost_midway_changes_nothing() -> None:
+    """The draft's links are cut in the middle: the text is the same, drafting comes back."""
+    async with running_stack() as stack:
+        wanted = await tokens_of(stack, seed=8, max_tokens=100, num_draft_tokens=0)
+        found: list[int] = []
+        finished: Finished | None = None
+        request = options(seed=8, max_tokens=100, num_draft_tokens=3).request(PROMPT)
+        async for event in stack.client.stream_request(request):
+            if isinstance(event, Chunk):
+                found.extend(event.token_ids)
+                if event.round == 5:
+                    stack.drafts[0].links.end_all()
+            elif isinstance(event, Finished):
+                finished = event
+        assert found == wanted
+        assert finished is not None
+        reasons = dict(finished.speculation.fallback_rounds)
+        assert set(reasons) <= {"draft_lost", "draft_resync", "budget", "draft_session_lost"}
+        assert "draft_lost" in reasons
+        await stack.all_pages_free()
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("decide_at", ["target", "coordinator"])
+async def test_target_lost_midway_changes_nothing(num_targets: int, decide_at: str) -> None:
+    """The target's links are cut: the session is rebuilt there or elsewhere, the text is the same."""
+    async with running_stack(num_targets=num_targets) as stack:
+        fields = {"seed": 8, "max_tokens": 60, "decide_at": decide_at}
+        wanted = await tokens_of(stack, **fields, num_draft_tokens=0)
+        found: list[int] = []
+        request = options(**fields, num_draft_tokens=3).request(PROMPT)
+        async for event in stack.client.stream_request(request):
+            if isinstance(event, Chunk):
+                found.extend(event.token_ids)
+                if event.round in (3, 9):
+                    for target in stack.targets:
+                        target.links.end_all()
+        assert found == wanted
+        await stack.all_pages_free()
+
+
+async def test_audit_of_every_round_agrees() -> None:
+    """With audit ratio 1 each round is decided again from its rows, without a mismatch."""
+    speculation = SpeculationSettings(audit_ratio=1.0, num_draft_tokens=3)
+    async with running_stack(speculation=speculation) as stack:
+        for rule in ("residual", "coupled"):
+            await tokens_of(stack, seed=5, rule=rule)
+        await tokens_of(stack, temperature=0.0)
+        samples = {
+            sample.name: sample.value
+            for family in stack.replica.metrics.registry.collect() for sample in family.samples
+            if sample.name.startswith("specmesh_audit")
+        }
+        assert samples["specmesh_audited_rounds_total"] > 20
+        mismatches = [
+            value for name, value in samples.items() if name == "specmesh_audit_mismatches_total"
+        ]
+        assert mismatches
+        assert not any(mismatches)
+
+
+async def test_admission_is_bounded() -> None:
+    """Beyond running and waiting places a request is refused with a retry delay; the rest finish."""
+    admission = AdmissionSettings(max_running=2, max_waiting=2)
+    async with running_stack(admission=admission) as stack:
+        retry = RetryPolicy(max_attempts=1)
+        gate = asyncio.Event()
+
+        async def one(client: AsyncClient) -> str:
+            try:
+                await client.generate(PROMPT, options(max_tokens=60, num_draft_tokens=1))
+            except TooBusy as refused:
+                assert refused.retry_after_s > 0
+                return "refused"
+            return "served"
+
+        async with AsyncClient(stack.address, retry=retry) as client:
+            outcomes = await asyncio.gather(*(one(client) for _ in range(12)))
+        assert outcomes.count("served") >= 4
+        assert outcomes.count("refused") == 12 - outcomes.count("served") > 0
+        gate.set()
+        await stack.all_pages_free()
+
+
+async def test_drain_lets_streams_finish_and_refuses_new_ones() -> None:
+    """While draining a running stream goes to its end; a new request gets NotReady."""
+    async with running_stack() as stack:
+        chunks: list[int] = []
+        draining: asyncio.Task[None] | None = None
+        async for event in stack.client.stream(PROMPT, options(seed=2, num_draft_tokens=1)):
+            if isinstance(event, Chunk):
+                chunks.extend(event.token_ids)
+                if draining is None:
+                    draining = asyncio.create_task(stack.replica.drain())
+                    await asyncio.sleep(0)
+                    async with AsyncClient(
+                        stack.address, retry=RetryPolicy(max_attempts=1)
+                    ) as other:
+                        with pytest.raises(NotReady):
+                            await other.generate(PROMPT, options())
+        assert len(chunks) == 24
+        assert draining is not None
+        await draining
+
+
+async def test_api_keys() -> None:
+    """With a key file a call without a known key is refused; with one it runs."""
+    async with running_stack() as stack:
+        stack.replica.tenants.replace([("team", "a-key-of-some-length")])
+        with pytest.raises(Unauthenticated):
+            await stack.client.generate(PROMPT, options())
+        async with AsyncClient(stack.address, api_key="a-key-of-some-length") as client:
+            await client.generate(PROMPT, options())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vocab_hash": 1}, {"vocab_size": 17}, {"eos_token_ids": [3]}, {"bos_token_id": 2}]
+)
+async def test_mismatched_draft_is_refused_at_start(changes: dict[str, Any]) -> None:
+    """Another vocabulary, tokenizer or special id: the coordinator does not start, and says why."""
+    async with (
+        peers.running("target", PrefixDecoder(VOCAB_SIZE)) as target,
+        peers.running("draft", PrefixDecoder(VOCAB_SIZE, seed=1)) as draft,
+    ):
+        target.state.set_ready(model_info(target, "a"), target.links)
+        draft.state.set_ready(model_info(draft, "b", **changes), draft.links)
+        replica = CoordinatorReplica(settings_of([target], [draft]), LetterTokenizer())  # type: ignore[arg-type]  # a fake
+        with pytest.raises(ModelMismatch) as refused:
+            await replica.start()
+        # Whichever side shakes hands second is the one named; both may be.
+        assert str(draft.address) in str(refused.value) or str(target.address) in str(refused.value)
+
+
+async def test_health_and_info() -> None:
+    """Readiness is announced by grpc.health.v1; GetInfo names both models and the bounds."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with running_stack() as stack:
+        channel = create_channel(stack.address, RpcLimits())
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=READINESS))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await channel.close()
+        info = await stack.client.info()
+        assert (info.target.model, info.draft.model) == ("target", "draft")
+        assert info.max_running == 64
