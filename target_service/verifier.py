@@ -231,14 +231,14 @@ class Verifier:
         verdict.num_accepted = decision.num_accepted
         verdict.closing = _closing(decision, len(candidates.tokens))
         num_judged = min(decision.num_accepted + 1, len(candidates.tokens))
+        totals = [float(reference.total(rows[index])) for index in range(len(decision.tokens))]
         for index in range(num_judged):
-            verdict.judged.append(_judged(rows[index], candidates, index))
+            verdict.judged.append(_judged(rows[index], totals[index], candidates, index))
         for index, token in enumerate(decision.tokens):
-            row = rows[index]
-            largest = float(row.max())
+            largest = rows[index].max()
             verdict.emitted.add(
-                is_argmax=token == reference.lowest_argmax(row),
-                max_prob=largest / float(reference.total(row)),
+                is_argmax=_is_argmax(rows[index], token, largest),
+                max_prob=float(largest) / totals[index],
             )
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
@@ -285,10 +285,16 @@ def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Cl
     return target_pb2.CLOSING_BONUS
 
 
-def _judged(row: Tensor, candidates: Candidates, index: int) -> target_pb2.JudgedCandidate:
+def _is_argmax(row: Tensor, token: int, largest: Tensor) -> bool:
+    """Whether token is the lowest id among the largest weights."""
+    return bool(row[token] == largest) and not bool((row[:token] == largest).any())
+
+
+def _judged(
+    row: Tensor, target_total: float, candidates: Candidates, index: int
+) -> target_pb2.JudgedCandidate:
     """p(x), q(x) and the overlap of one judged row; without a row of the draft, p(x) alone."""
     token = candidates.tokens[index]
-    target_total = float(reference.total(row))
     judged = target_pb2.JudgedCandidate(target_prob=float(row[token]) / target_total)
     if candidates.rows:
         draft = candidates.rows[index]
