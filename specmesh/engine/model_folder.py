@@ -21,6 +21,7 @@ from specmesh.engine.gguf import GgufModel, write_json
 from specmesh.engine.weights import (
     CHECKSUMS_FILE,
     EMBEDDING,
+    HEAD,
     Checkpoint,
     file_digest,
     is_complete,
@@ -91,7 +92,7 @@ def convert_gguf(source: Path, cache_dir: Path, name: str, report: Report | None
 
 
 def compose_draft(target: Path, data: Path, cache_dir: Path, report: Report | None = None) -> Path:
-    """Return the full draft folder: layers from data, embedding and tokenizer from the target.
+    """Return the full draft folder: layers from data, everything else from the target.
 
     Raises ModelMismatch where the layers were not made for this embedding's shape.
     """
@@ -110,7 +111,9 @@ def compose_draft(target: Path, data: Path, cache_dir: Path, report: Report | No
             report("composing the draft model")
         tensors = {name: t.float() for name, t in load_file(data / WEIGHTS_FILE).items()}
         with Checkpoint(target) as checkpoint:
-            tensors[EMBEDDING] = checkpoint.tensor(EMBEDDING).float()
+            for name in (EMBEDDING, HEAD):
+                if name in checkpoint:
+                    tensors[name] = checkpoint.tensor(name).float()
         for name in _SHARED_FILES:
             shutil.copyfile(target / name, into / name)
         ends = {name: target_config.get(name) for name in ("bos_token_id", "eos_token_id")}

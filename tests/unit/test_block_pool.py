@@ -102,8 +102,9 @@ def test_publish_refuses_a_second_page_for_a_prefix_and_orphans() -> None:
     assert publish_all(pool, tokens, second) == [False, False]
     assert publish_all(pool, tokens, first) == [False, False]
     orphan_parent = extend_digest(EMPTY_DIGEST, [50, 51, 52, 53])
-    assert not pool.publish(second[1], extend_digest(orphan_parent, [1, 2, 3, 4]), orphan_parent,
-                            [1, 2, 3, 4])
+    assert not pool.publish(
+        second[1], extend_digest(orphan_parent, [1, 2, 3, 4]), orphan_parent, [1, 2, 3, 4]
+    )
     pool.check_integrity()
 
 

@@ -115,14 +115,10 @@ def test_only_requested_rows_are_returned(llama) -> None:
         decoder.forward(batch, cache), expected[rows], atol=TOLERANCE, rtol=0
     )
     cache = decoder.new_cache(3, PAGE)
-    silent = decoder.forward(
-        StepBatch.pack([tokens[:20]], [0], tables, [], page_size=PAGE), cache
-    )
+    silent = decoder.forward(StepBatch.pack([tokens[:20]], [0], tables, [], page_size=PAGE), cache)
     assert silent.shape == (0, VOCAB)
     batch = StepBatch.pack([tokens[20:]], [20], tables, [0], page_size=PAGE)
-    torch.testing.assert_close(
-        decoder.forward(batch, cache), expected[20:], atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(decoder.forward(batch, cache), expected[20:], atol=TOLERANCE, rtol=0)
 
 
 def test_rejected_slots_are_written_over(llama) -> None:
@@ -199,9 +195,7 @@ def test_two_decoders_can_share_an_embedding(llama, tmp_path: Path) -> None:
     tokens = random_tokens(9, 9)
     assert isinstance(shared, Decoder)
     (logits,) = PackedRun(shared, [tokens]).step([9])
-    torch.testing.assert_close(
-        logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
 
 
 def test_bfloat16_follows_float32_loosely(tmp_path: Path) -> None:

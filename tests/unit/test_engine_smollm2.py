@@ -1,0 +1,156 @@
+"""The shipped pair: its conversion, its text and its acceptance, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specmesh.cli.up import default_cache_dir
+from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
+from specmesh.engine.model_folder import check_pair, prepare_default_models
+from specmesh.tokenizer import Tokenizer, load_tokenizer
+
+PAGE = 64
+NUM_NEW = 24
+NEAR_TIE = 1e-3  # a gap between two logits that float32 rounding (about 1e-4 here) may turn round
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis to a child.",
+    "List three uses for a paper clip.",
+    "Why is the sky blue?",
+    "Give me a recipe for pancakes.",
+    "Translate 'good morning' into Spanish.",
+    "What is 12 times 12?",
+    "Tell me a joke about cats.",
+    "Who wrote Hamlet?",
+    "Summarize the plot of Cinderella.",
+    "How do I boil an egg?",
+    "Name the planets of the solar system.",
+    "What does HTTP stand for?",
+    "Write a Python function that adds two numbers.",
+    "Describe autumn in one sentence.",
+    "How can I sleep better?",
+    "What is gravity?",
+    "Suggest a name for a bakery.",
+    "Convert 100 Celsius to Fahrenheit.",
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Path, Path]:
+    """Folders of target and draft, converted once per user."""
+    return prepare_default_models(default_cache_dir() / "models")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
+    """The pair's tokenizer."""
+    return load_tokenizer(pair[0])
+
+
+@pytest.fixture(scope="module")
+def target(pair: tuple[Path, Path]) -> Decoder:
+    """The target in the engine."""
+    return load_decoder(pair[0])
+
+
+@pytest.fixture(scope="module")
+def reference(pair: tuple[Path, Path]) -> Any:
+    """The target in transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    return model.eval()
+
+
+def greedy(decoder: Decoder, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """Continue all prompts together, most likely token first, num_new tokens each."""
+    pages = -(-max(len(p) + num_new for p in prompts) // PAGE)
+    tables = [list(range(i * pages, (i + 1) * pages)) for i in range(len(prompts))]
+    cache = decoder.new_cache(len(prompts) * pages, PAGE)
+    kv_lens, fed = [0] * len(prompts), prompts
+    out: list[list[int]] = [[] for _ in prompts]
+    for _ in range(num_new):
+        last, end = [], 0
+        for tokens in fed:
+            end += len(tokens)
+            last.append(end - 1)
+        batch = StepBatch.pack(fed, kv_lens, tables, last, page_size=PAGE)
+        best = decoder.forward(batch, cache).argmax(-1).tolist()
+        kv_lens = [n + len(tokens) for n, tokens in zip(kv_lens, fed, strict=True)]
+        fed = [[token] for token in best]
+        for tokens, token in zip(out, best, strict=True):
+            tokens.append(token)
+    return out
+
+
+def test_greedy_text_is_transformers(target: Decoder, reference: Any, tokenizer: Tokenizer) -> None:
+    """Every greedy token of 20 answers, decoded in one batch, is transformers' best token.
+
+    Judged by one transformers pass over prompt and answer. Where its best token is another, the
+    two must be a near-tie there; the answer is judged up to that point.
+    """
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    ties = []
+    for prompt, answer in zip(prompts, greedy(target, prompts, NUM_NEW), strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        differ = (logits.argmax(-1) != torch.tensor(answer)).nonzero()
+        if len(differ):
+            at = int(differ[0, 0])
+            gap = float(logits[at].max() - logits[at, answer[at]])
+            ties.append((tokenizer.decode(prompt), at, gap))
+    assert all(gap < NEAR_TIE for _, _, gap in ties), ties
+    assert len(ties) <= 2, ties
+
+
+def test_logits_match_transformers(target: Decoder, reference: Any, tokenizer: Tokenizer) -> None:
+    """Prefill and cached decode agree within 1e-4 and the rounding of logits of order 40."""
+    tokens = tokenizer.chat([{"role": "user", "content": PROMPTS[2]}])
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    cache, table = target.new_cache(2, PAGE), [[1, 0]]
+    prefill = StepBatch.pack([tokens[:-1]], [0], table, range(len(tokens) - 1), page_size=PAGE)
+    decode = StepBatch.pack([tokens[-1:]], [len(tokens) - 1], table, [0], page_size=PAGE)
+    logits = torch.cat([target.forward(prefill, cache), target.forward(decode, cache)])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=5e-6)
+
+
+def test_tokenizer_is_transformers(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
+    """The tokenizer built from GGUF metadata encodes, decodes and chats as transformers does."""
+    theirs = transformers.AutoTokenizer.from_pretrained(pair[0])
+    for text in (*PROMPTS, "x = 1234567;\n\tprint(x)", "naïve 日本語 🎉", "<|im_start|>user\n"):
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special=False) == text
+    chat = [{"role": "user", "content": "Hi"}]
+    text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render(chat) == text
+    assert "named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi" in text
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.token_bytes(2, skip_special=False) == b"<|im_end|>"
+
+
+def test_the_pair_fits_and_the_draft_agrees_often(
+    pair: tuple[Path, Path], target: Decoder, tokenizer: Tokenizer
+) -> None:
+    """The composed draft accepts as its provenance says: a wrong layer order or embedding cannot.
+
+    Mean of sum(min(p, q)) over the target's own greedy answers; 0.45 to 0.6 is recorded for sampled
+    ones, an untrained or misassembled draft has under 0.1.
+    """
+    ours, theirs = check_pair(*pair)
+    assert (ours.num_layers, theirs.num_layers) == (30, 4)
+    draft = load_decoder(pair[1])
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS[:6]]
+    overlaps = []
+    for prompt, answer in zip(prompts, greedy(target, prompts, NUM_NEW), strict=True):
+        tokens = prompt + answer
+        rows = range(len(prompt) - 1, len(tokens) - 1)
+        table = [list(range(-(-len(tokens) // PAGE)))]
+        batch = StepBatch.pack([tokens], [0], table, rows, page_size=PAGE)
+        p = target.forward(batch, target.new_cache(len(table[0]), PAGE)).softmax(-1)
+        q = draft.forward(batch, draft.new_cache(len(table[0]), PAGE)).softmax(-1)
+        overlaps.append(torch.minimum(p, q).sum(-1).mean())
+    assert 0.4 < float(torch.stack(overlaps).mean()) < 0.8
