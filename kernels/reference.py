@@ -13,6 +13,7 @@ Attention and layer references are in `kernels/reference_attention.py` and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,20 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
     """Vectorised Philox 4x32-10 (Salmon et al., SC'11) over counter word 0.
 
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
-    In numpy, in place: torch has no full uint64 arithmetic, and this is the hot loop of a CPU draw.
     """
-    if word0.numel() <= 8:  # a few calls are cheaper one by one
+    words = _philox_calls(seed, word0.numpy(), position, base_len, purpose)
+    return torch.from_numpy(words.view(np.int64))
+
+
+def _philox_calls(
+    seed: int, word0: np.ndarray, position: int, base_len: int, purpose: int
+) -> np.ndarray:
+    """Words uint64 [n, 4]. In numpy, in place: torch has no full uint64 arithmetic, and this is the
+    hot loop of a draw on a CPU."""
+    if word0.size <= 8:  # a few calls are cheaper one by one
         counters = ((word, position, base_len, int(purpose)) for word in word0.tolist())
-        return torch.tensor([philox(seed, counter) for counter in counters])
-    c0 = word0.numpy().astype(np.uint64)
+        return np.array([philox(seed, counter) for counter in counters], dtype=np.uint64)
+    c0 = word0.astype(np.uint64)
     c1 = np.full_like(c0, position & WORD_MASK)
     c2 = np.full_like(c0, base_len & WORD_MASK)
     c3 = np.full_like(c0, int(purpose))
@@ -69,7 +78,7 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
         np.bitwise_and(product_1, low, out=c1)
         np.bitwise_and(product_0, low, out=c3)
         k0, k1 = (k0 + WEYL_0) & WORD_MASK, (k1 + WEYL_1) & WORD_MASK
-    return torch.from_numpy(np.stack((c0, c1, c2, c3), axis=-1).view(np.int64))
+    return np.stack((c0, c1, c2, c3), axis=-1)
 
 
 def uniform(words: Tensor) -> Tensor:
@@ -77,14 +86,20 @@ def uniform(words: Tensor) -> Tensor:
 
     Never 0, never 1, fine near 0 where rare events live; the same bits on every IEEE device.
     """
-    shifted = words.to(torch.float32) * UNIFORM_SCALE + UNIFORM_SHIFT
-    return shifted.clamp(max=UNIFORM_MAX)
+    return torch.from_numpy(_to_uniform(words.numpy()))
+
+
+def _to_uniform(words: np.ndarray) -> np.ndarray:
+    scaled = words.astype(np.float32)
+    scaled *= np.float32(UNIFORM_SCALE)
+    scaled += np.float32(UNIFORM_SHIFT)
+    return np.minimum(scaled, np.float32(UNIFORM_MAX), out=scaled)
 
 
 def coin(seed: int, position: int, base_len: int) -> float:
     """The accept coin of a position: u in (0, 1), a float32 value."""
-    word, _, _, _ = philox(seed, (0, position, base_len, Purpose.ACCEPT))
-    return float(uniform(torch.tensor(word)))
+    words = philox(seed, (0, position, base_len, Purpose.ACCEPT))
+    return float(_to_uniform(np.array(words[:1]))[0])
 
 
 def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
@@ -92,18 +107,25 @@ def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose:
 
     Keyed by token id: the uniform of an id does not depend on which other ids run.
     """
+    return torch.from_numpy(_race_uniforms(seed, ids.numpy(), position, base_len, purpose))
+
+
+def _race_uniforms(
+    seed: int, ids: np.ndarray, position: int, base_len: int, purpose: int
+) -> np.ndarray:
     first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
-    if last - first < ids.numel():  # one call per four ids of the span
-        words = philox_words(seed, torch.arange(first, last + 1), position, base_len, purpose)
-        return uniform(words.view(-1).index_select(0, ids - 4 * first))
-    words = philox_words(seed, ids >> 2, position, base_len, purpose)  # one call per id
-    return uniform(words.gather(1, (ids & 3)[:, None])[:, 0])
+    if last - first < ids.size:  # one call per four ids of the span
+        calls = np.arange(first, last + 1)
+        words = _philox_calls(seed, calls, position, base_len, purpose).reshape(-1)
+        return _to_uniform(words[ids - 4 * first])
+    words = _philox_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
+    return _to_uniform(words[np.arange(ids.size), ids & 3])
 
 
 def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
     """Exponential race times E = -log1p(-u) of token ids (int64 [n], ascending), float64 [n]."""
-    uniforms = race_uniforms(seed, ids, position, base_len, purpose).to(torch.float64)
-    return torch.from_numpy(-np.log1p(-uniforms.numpy()))  # numpy's, to the bit, as in `race`
+    uniforms = _race_uniforms(seed, ids.numpy(), position, base_len, purpose)
+    return torch.from_numpy(-np.log1p(-uniforms.astype(np.float64)))
 
 
 def race(
@@ -121,13 +143,13 @@ def race(
     normaliser and no prefix sum, so batch, tile and support encoding cannot change the draw.
     Raises ValueError when no weight is positive.
     """
-    runners = np.flatnonzero(weights.numpy() > 0)
+    entries = weights.numpy()
+    runners = np.flatnonzero(entries > 0)
     if runners.size == 0:
         raise ValueError("a race needs at least one positive weight")
-    running = weights.numpy()[runners].astype(np.float64)
-    token_ids = torch.from_numpy(runners if ids is None else ids.numpy()[runners])
-    uniforms = race_uniforms(seed, token_ids, position, base_len, purpose).numpy()
-    uniforms = uniforms.astype(np.float64)
+    running = entries[runners].astype(np.float64)
+    token_ids = runners if ids is None else ids.numpy()[runners]
+    uniforms = _race_uniforms(seed, token_ids, position, base_len, purpose).astype(np.float64)
     # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
     # real finish need the logarithm. The winner and its ties are always among them.
     bounds = uniforms / running
@@ -206,13 +228,13 @@ def shape(
     """
     scores = logits.clone()
     scores[vocab_size:] = -torch.inf
-    top = scores.max()  # NaN propagates through max
-    if not bool(torch.isfinite(top)):
-        raise FloatingPointError(f"logits have no finite maximum (it is {float(top)})")
+    top = float(scores.max())  # NaN propagates through max
+    if not math.isfinite(top):
+        raise FloatingPointError(f"logits have no finite maximum (it is {top})")
     if suppressed:
         scores[torch.as_tensor(suppressed, dtype=torch.int64)] = -torch.inf
-        top = scores.max()
-        if not bool(torch.isfinite(top)):
+        top = float(scores.max())
+        if not math.isfinite(top):
             raise FloatingPointError("every token id with a finite logit is suppressed")
     if shaping.temperature == 0.0:
         greedy = torch.zeros_like(scores)
