@@ -192,8 +192,11 @@ def test_each_request_is_one_trace_across_three_processes(run: Run) -> None:
             if step.attributes[Key.NUM_DRAFT_TOKENS]:
                 assert children[step.span.span_id][PROPOSE] >= 1
         services = {one.service for one in spans}
-        wanted = {"specmesh-coordinator", "specmesh-target"}
-        assert services == wanted | (set() if name == "plain" else {"specmesh-draft"})
+        assert services >= {"specmesh-coordinator", "specmesh-target"}
+        # The adaptive request may find that drafting does not pay; every other one drafts, or not.
+        drafted = sum(sample.speculation.num_draft_tokens for sample in answer.finished)
+        assert ("specmesh-draft" in services) is bool(drafted) or name == "adaptive"
+        assert bool(drafted) is (name != "plain") or name == "adaptive"
 
 
 def test_children_lie_within_their_parents(run: Run) -> None:
