@@ -23,21 +23,25 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
     add(DraftServicer(state), server)
 
 
-def main(argv: list[str]) -> int:
-    """Run the draft service with these arguments; return the exit status."""
-    try:
-        settings = load_settings(DraftSettings, argv)
-    except ConfigError as error:
-        sys.stderr.write(f"draft service: {error}\n")
-        return 2
-    side = serving.Side(
+def side_of(settings: DraftSettings) -> serving.Side:
+    """What makes a service process the draft's."""
+    return serving.Side(
         name="draft",
         service_name=SERVICE_NAME,
         response_type=draft_pb2.DraftServiceLinkResponse,
         register=_register,
         make_role=lambda model, metrics: Proposer(settings.engine.max_num_draft_tokens),
     )
-    return serving.main(settings, side)
+
+
+def main(argv: list[str]) -> int:
+    """Run the draft service with these arguments; return the exit status."""
+    try:
+        settings = load_settings(DraftSettings, argv)
+        return serving.main(settings, side_of(settings))
+    except ConfigError as error:
+        sys.stderr.write(f"draft service: {error}\n")
+        return 2
 
 
 if __name__ == "__main__":

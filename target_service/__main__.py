@@ -26,13 +26,8 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
     add(TargetServicer(state), server)
 
 
-def main(argv: list[str]) -> int:
-    """Run the target service with these arguments; return the exit status."""
-    try:
-        settings = load_settings(TargetSettings, argv)
-    except ConfigError as error:
-        sys.stderr.write(f"target service: {error}\n")
-        return 2
+def side_of(settings: TargetSettings) -> serving.Side:
+    """What makes a service process the target's."""
 
     def make_role(model: LoadedModel, metrics: ServiceMetrics) -> Verifier:
         options = VerifierOptions(
@@ -44,14 +39,23 @@ def main(argv: list[str]) -> int:
         redraw = RedrawCheck(settings.redraw_check_ratio, metrics.redraw_mismatches.inc)
         return Verifier(options, redraw)
 
-    side = serving.Side(
+    return serving.Side(
         name="target",
         service_name=SERVICE_NAME,
         response_type=target_pb2.TargetServiceLinkResponse,
         register=_register,
         make_role=make_role,
     )
-    return serving.main(settings, side)
+
+
+def main(argv: list[str]) -> int:
+    """Run the target service with these arguments; return the exit status."""
+    try:
+        settings = load_settings(TargetSettings, argv)
+        return serving.main(settings, side_of(settings))
+    except ConfigError as error:
+        sys.stderr.write(f"target service: {error}\n")
+        return 2
 
 
 if __name__ == "__main__":

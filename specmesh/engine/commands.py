@@ -280,7 +280,9 @@ class CommandDesk:
         session.task = None
         metrics = self._observers.metrics
         metrics.observe_command(self._role.wire.kind, "ok", timing.queue_us)
-        metrics.cached_tokens.inc(task.cached_tokens)
+        if task.before.kv_len == 0:  # a prefill: what was found, what had to be computed
+            metrics.cached_tokens.inc(task.cached_tokens)
+            metrics.computed_tokens.inc(task.base_len - task.cached_tokens)
         if task.span is not INVALID_SPAN:
             self._end_span(task, timing, now, answer)
         self._start_next(session)

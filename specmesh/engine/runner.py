@@ -123,12 +123,8 @@ class Engine:
     def drain(self) -> Future[None]:
         """Refuse new sessions; the future is done when no session is left."""
         done: Future[None] = Future()
-
-        def begin() -> None:
-            self._desk.draining = True
-            self._empty_waiters.append(done)
-
-        self._inbox.put(begin)
+        self._desk.draining = True  # at once: the next frame to any peer says so
+        self._inbox.put(lambda: self._empty_waiters.append(done))
         return done
 
     @property
@@ -164,7 +160,7 @@ class Engine:
             while self._read_inbox(block=not can_run):
                 self._expire()
                 self._complete(self._desk_completed())
-                step = self._scheduler.compose()
+                step = self._compose()
                 can_run = bool(step.segments)
                 if step.segments:
                     self._run(step)
@@ -194,6 +190,13 @@ class Engine:
         if now >= self._next_expiry_ns:
             self._next_expiry_ns = now + int(EXPIRY_PERIOD_S * 1e9)
             self._desk.expire(int(self._options.session_idle_s * 1e9))
+
+    def _compose(self) -> Step:
+        before = self._scheduler.num_preemptions
+        step = self._scheduler.compose()
+        if self._scheduler.num_preemptions > before:
+            self._observers.metrics.preemptions.inc(self._scheduler.num_preemptions - before)
+        return step
 
     def _run(self, step: Step) -> None:
         tasks = [segment.task for segment in step.segments]
@@ -253,7 +256,8 @@ class Engine:
             link.post_end()
         if self._empty_waiters and not len(self._table):
             for waiter in self._empty_waiters:
-                waiter.set_result(None)
+                if waiter.set_running_or_notify_cancel():
+                    waiter.set_result(None)
             self._empty_waiters.clear()
 
     def _observe(self, outcome: StepOutcome, spans: list[Any]) -> None:

@@ -28,7 +28,7 @@ from specmesh.engine.links import LinkOptions, LinkServer
 from specmesh.engine.loading import LoadedModel, load_model
 from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
-from specmesh.errors import ConfigError, NotReady
+from specmesh.errors import NotReady
 from specmesh.logs import configure_logging
 from specmesh.metrics import ServiceMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
@@ -103,21 +103,29 @@ class ServiceProcess:
         self._metrics = ServiceMetrics(side.name)
         self._servers: list[grpc.aio.Server] = []
         self._stopping = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.port = 0
+        self.health_port = 0
+
+    def stop(self) -> None:
+        """Do what a signal does: drain and end."""
+        self._stopping.set()
 
     async def run(self) -> None:
         """Serve until a signal. Raises ConfigError when it cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(number, self.stop)
         settings = self._settings
         telemetry = Telemetry.create(self._side.name, settings.telemetry, self._instance_id)
         scraped = MetricsServer.start(settings.telemetry, self._metrics.registry)
         lag = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag))
         try:
-            port = await self._listen()
+            await self._listen()
             engine, links = await self._load(telemetry)
             await self._health.set_ready(ready=True)
-            logger.info("ready", extra={"port": port, "model": self._state.info.model})
+            self.ready.set()
+            logger.info("ready", extra={"port": self.port, "model": self._state.info.model})
             await self._stopping.wait()
             await self._drain(engine, links)
         finally:
@@ -127,7 +135,7 @@ class ServiceProcess:
                 scraped.close()
             await asyncio.to_thread(telemetry.shutdown)
 
-    async def _listen(self) -> int:
+    async def _listen(self) -> None:
         settings: ServerSettings = self._settings.server
         tls = settings.tls
         limits = rpc_limits(settings)
@@ -136,17 +144,16 @@ class ServiceProcess:
         await self._health.attach(server)
         enable_reflection(server, [self._side.service_name])
         address = f"{settings.host}:{settings.port}"
-        port = bind(server, address, server_credentials(tls))
+        self.port = bind(server, address, server_credentials(tls))
         self._servers.append(server)
         if settings.health_port is not None:
             probes = create_server(limits)
             await self._health.attach(probes)
-            bind(probes, f"{settings.host}:{settings.health_port}")
+            self.health_port = bind(probes, f"{settings.host}:{settings.health_port}")
             self._servers.append(probes)
         for each in self._servers:
             await each.start()
-        logger.info("listening", extra={"port": port})
-        return port
+        logger.info("listening", extra={"port": self.port})
 
     async def _load(self, telemetry: Telemetry) -> tuple[Engine, LinkServer]:
         loop = asyncio.get_running_loop()
@@ -220,10 +227,5 @@ def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
     async def run() -> None:
         await ServiceProcess(settings, side).run()
 
-    try:
-        asyncio.run(run())
-    except ConfigError as error:
-        logger.critical("cannot start", extra={"error": str(error)})
-        sys.stderr.write(f"{side.name} service: {error}\n")
-        return 2
+    asyncio.run(run())
     return 0

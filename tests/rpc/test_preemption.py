@@ -62,7 +62,10 @@ async def test_preempted_sessions_give_the_same_tokens_as_with_room() -> None:
     assert not none_deferred
     assert deferred
     assert "s0" not in deferred
-    assert service.engine._scheduler.num_preemptions > 0
+    counted = service.metrics.registry.get_sample_value(
+        "specmesh_preemptions_total", {"side": "target"}
+    )
+    assert counted == service.engine._scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("decide_at", [AT_COORDINATOR])
