@@ -19,7 +19,7 @@ from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import draft_pb2, session_pb2
 from specmesh import wire
-from specmesh.engine.role import Finished, Wire
+from specmesh.engine.role import Finished, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, SpecmeshError
@@ -79,20 +79,16 @@ class Proposer:
         self, finished: Sequence[Finished], logits: Tensor
     ) -> list[draft_pb2.Proposal | SpecmeshError | None]:
         """Draw one candidate for every session of the pass."""
-        outcomes: list[draft_pb2.Proposal | SpecmeshError | None] = []
-        for entry in finished:
-            drafting: Drafting = entry.task.role_state
-            try:
-                if entry.num_rows:
-                    self._draw(entry.task, drafting, logits[entry.first_row])
-                    if len(drafting.tokens) < drafting.num_draft_tokens:
-                        entry.task.fed.append(drafting.tokens[-1])
-                        outcomes.append(None)
-                        continue
-                outcomes.append(self._proposal(drafting))
-            except SpecmeshError as error:
-                outcomes.append(error)
-        return outcomes
+        return [isolated(self._advance, entry, logits) for entry in finished]
+
+    def _advance(self, entry: Finished, logits: Tensor) -> draft_pb2.Proposal | None:
+        drafting: Drafting = entry.task.role_state
+        if entry.num_rows:
+            self._draw(entry.task, drafting, logits[entry.first_row])
+            if len(drafting.tokens) < drafting.num_draft_tokens:
+                entry.task.fed.append(drafting.tokens[-1])
+                return None
+        return self._proposal(drafting)
 
     def _draw(self, task: Task, drafting: Drafting, logits: Tensor) -> None:
         session = task.session

@@ -19,7 +19,7 @@ from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh import wire
-from specmesh.engine.role import Finished, Wire
+from specmesh.engine.role import Finished, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
@@ -146,13 +146,9 @@ class Verifier:
         outcomes: list[Verdict | SpecmeshError | None] = []
         for entry in finished:
             own = logits[entry.first_row : entry.first_row + entry.num_rows]
-            try:
-                if entry.task.role_state.at_coordinator:
-                    outcomes.append(self._rows_only(entry.task, own))
-                else:
-                    outcomes.append(self._decide(entry.task, own))
-            except SpecmeshError as error:
-                outcomes.append(error)
+            at_coordinator = entry.task.role_state.at_coordinator
+            decide = self._rows_only if at_coordinator else self._decide
+            outcomes.append(isolated(decide, entry.task, own))
         return outcomes
 
     def _rows_only(self, task: Task, logits: Tensor) -> Verdict:
@@ -230,7 +226,8 @@ class Verifier:
     ) -> None:
         verdict.num_accepted = decision.num_accepted
         verdict.closing = _closing(decision, len(candidates.tokens))
-        num_judged = min(decision.num_accepted + 1, len(candidates.tokens))
+        # An accepted stop token ends the judging; else one rejected candidate was judged as well.
+        num_judged = min(len(decision.tokens), len(candidates.tokens))
         totals = [float(reference.total(rows[index])) for index in range(len(decision.tokens))]
         for index in range(num_judged):
             verdict.judged.append(_judged(rows[index], totals[index], candidates, index))

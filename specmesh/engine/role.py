@@ -8,16 +8,22 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from opentelemetry.util.types import AttributeValue
 from torch import Tensor
 
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
-from specmesh.errors import SpecmeshError
+from specmesh.errors import InternalError, SpecmeshError
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,17 @@ class Wire:
     result_type: type[Any]
     span: str
     forward_span: str
+
+
+def isolated(decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | SpecmeshError:
+    """Decide on one session; what goes wrong is that session's outcome and nobody else's."""
+    try:
+        return decide(*args, **kwargs)
+    except SpecmeshError as error:
+        return error
+    except Exception as error:
+        logger.exception("deciding failed on a bug")
+        return InternalError(f"unexpected {type(error).__name__}; see the service's log")
 
 
 class Role(Protocol):

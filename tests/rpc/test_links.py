@@ -182,6 +182,34 @@ async def test_a_failing_pass_fails_its_commands_and_reports_the_fault() -> None
         assert len(answer.verdict.tokens) == 2
 
 
+async def test_a_bug_in_one_session_s_decision_fails_that_session_alone() -> None:
+    """An unexpected exception while deciding: INTERNAL for its session, the others are answered."""
+    async with running("target", PrefixDecoder(VOCAB)) as service, linked(service) as link:
+        scripts = [Script("target", name, list(PROMPT)) for name in ("broken", "fine")]
+        await link.send(*(script.open() for script in scripts))
+        for _ in scripts:
+            await link.answer()
+        (broken,) = [s for s in service.engine._table if s.session_id == "broken"]
+
+        class BrokenShaper:
+            stop_ids = frozenset()
+            is_greedy = False
+
+            def rows(self, logits, prefix, candidates):
+                raise ZeroDivisionError
+
+        shaper, broken.shaper = broken.shaper, BrokenShaper()
+        await link.send(*(script.verify() for script in scripts))
+        answers = {}
+        while len(answers) < 2:
+            answer = await link.answer()
+            answers[answer.session_id] = reason(answer)
+        assert answers == {"broken": "INTERNAL", "fine": ""}
+        broken.shaper = shaper
+        scripts[0].known_len = 0
+        assert reason(await link.call(scripts[0].verify())) == ""
+
+
 async def test_before_the_model_is_loaded_calls_are_not_ready() -> None:
     """GetInfo and Link answer NOT_READY with a retry delay until loading is done."""
     server = rpc.create_server(LIMITS)

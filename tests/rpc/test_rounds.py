@@ -306,6 +306,7 @@ async def test_an_accepted_stop_token_closes_the_round_without_a_draw() -> None:
     assert list(answer.verdict.tokens) == [winner]
     assert answer.verdict.num_accepted == 1
     assert answer.verdict.closing == target_pb2.CLOSING_STOPPED
+    assert len(answer.verdict.judged) == len(answer.verdict.emitted) == 1
     assert boundaries(answer.after) == (len(PROMPT) + 2, len(PROMPT) + 2)
 
 
