@@ -145,8 +145,8 @@ class CoordinatorReplica:
         self._is_draining = True
         grace = self._settings.server.drain_grace_s if grace_s is None else grace_s
         logger.info("draining", extra={"grace_s": grace})
-        await self._health.set_ready(ready=False)
         self._admission.close()
+        await self._health.set_ready(ready=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 await self._admission.wait_idle()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -30,6 +33,17 @@ PROMPT = [1, 2, 3, 4, 5]
 
 def options(**changes: Any) -> GenerateOptions:
     return GenerateOptions(**{"max_tokens": 24, "ignore_eos": True, **changes})
+
+
+@asynccontextmanager
+async def held(stack: Stack) -> AsyncIterator[threading.Event]:
+    """The target computes nothing until the event is set."""
+    release = threading.Event()
+    stack.targets[0].decoder.before_pass = release.wait  # type: ignore[attr-defined]  # a fake
+    try:
+        yield release
+    finally:
+        release.set()
 
 
 async def tokens_of(stack: Stack, **changes: Any) -> list[int]:
@@ -130,7 +144,9 @@ async def test_logprobs_are_the_unshaped_target_s() -> None:
         for decide_at in ("target", "coordinator"):
             generation = await stack.client.generate(
                 PROMPT,
-                options(seed=2, temperature=0.5, logprobs=3, num_draft_tokens=3, decide_at=decide_at),
+                options(
+                    seed=2, temperature=0.5, logprobs=3, num_draft_tokens=3, decide_at=decide_at
+                ),
             )
             ids, logprobs = generation.token_ids[0], generation.logprobs[0]
             assert len(ids) == len(logprobs) == 24
@@ -177,8 +193,7 @@ async def test_cancellation_frees_both_sides() -> None:
 
 async def test_deadline_ends_a_request() -> None:
     """A request that outlives its deadline frees its sessions."""
-    async with running_stack() as stack:
-        stack.targets[0].decoder.before_pass = lambda: None  # type: ignore[attr-defined]  # a fake
+    async with running_stack() as stack, held(stack) as release:
         channel = create_channel(stack.address, RpcLimits())
         stub: Any = channel.unary_stream(
             "/specmesh.v1.GenerationService/Generate",
@@ -191,6 +206,7 @@ async def test_deadline_ends_a_request() -> None:
                 pass
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await channel.close()
+        release.set()
         await stack.all_pages_free()
 
 
@@ -219,7 +235,7 @@ async def test_draft_lost_midway_changes_nothing() -> None:
 @pytest.mark.parametrize("num_targets", [1, 2])
 @pytest.mark.parametrize("decide_at", ["target", "coordinator"])
 async def test_target_lost_midway_changes_nothing(num_targets: int, decide_at: str) -> None:
-    """The target's links are cut: the session is rebuilt there or elsewhere, the text is the same."""
+    """The target's links are cut: the session is rebuilt somewhere, the text is the same."""
     async with running_stack(num_targets=num_targets) as stack:
         fields = {"seed": 8, "max_tokens": 60, "decide_at": decide_at}
         wanted = await tokens_of(stack, **fields, num_draft_tokens=0)
@@ -256,25 +272,25 @@ async def test_audit_of_every_round_agrees() -> None:
 
 
 async def test_admission_is_bounded() -> None:
-    """Beyond running and waiting places a request is refused with a retry delay; the rest finish."""
+    """Two run, two wait, eight are refused with a retry delay; those let in finish."""
     admission = AdmissionSettings(max_running=2, max_waiting=2)
-    async with running_stack(admission=admission) as stack:
-        retry = RetryPolicy(max_attempts=1)
-        gate = asyncio.Event()
+    async with running_stack(admission=admission) as stack, held(stack) as release:
+        refused: list[float] = []
 
-        async def one(client: AsyncClient) -> str:
+        async def one(client: AsyncClient) -> bool:
             try:
-                await client.generate(PROMPT, options(max_tokens=60, num_draft_tokens=1))
-            except TooBusy as refused:
-                assert refused.retry_after_s > 0
-                return "refused"
-            return "served"
+                await client.generate(PROMPT, options(num_draft_tokens=1))
+            except TooBusy as error:
+                refused.append(error.retry_after_s)
+                if len(refused) == 8:
+                    release.set()
+                return False
+            return True
 
-        async with AsyncClient(stack.address, retry=retry) as client:
-            outcomes = await asyncio.gather(*(one(client) for _ in range(12)))
-        assert outcomes.count("served") >= 4
-        assert outcomes.count("refused") == 12 - outcomes.count("served") > 0
-        gate.set()
+        async with AsyncClient(stack.address, retry=RetryPolicy(max_attempts=1)) as client:
+            served = await asyncio.gather(*(one(client) for _ in range(12)))
+        assert served.count(True) == 4
+        assert all(delay > 0 for delay in refused)
         await stack.all_pages_free()
 
 

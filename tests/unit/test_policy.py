@@ -1,0 +1,197 @@
+"""The policy: expected tokens per second decide, k = 0 included, values of tokens never."""
+
+from __future__ import annotations
+
+import inspect
+from fractions import Fraction
+
+import pytest
+
+from coordinator import policy
+from coordinator.policy import (
+    FIRST_PLAIN_ROUNDS,
+    FIRST_TRIES,
+    LONGER_ROUNDS,
+    RETRY_ROUNDS,
+    Line,
+    RoundSample,
+    SessionPolicy,
+    SharedPolicy,
+)
+from specmesh.planning import expected_tokens
+
+
+def sample(
+    k: int, num_accepted: int, *, draft: float = 1.0, verify: float = 10.0, manage: float = 1.0,
+    batch_size: int = 1, num_tokens: int | None = None,
+) -> RoundSample:
+    """A round: `draft` per candidate, `verify` whole, all in the same unit."""
+    num_judged = min(k, num_accepted + 1)
+    tokens = num_accepted + 1 if num_tokens is None else num_tokens
+    target = verify if k else verify * tokens
+    return RoundSample(k, tokens, num_judged, num_accepted, draft * k, target, manage, batch_size)
+
+
+def settled(
+    rates: list[float], *, draft: float, verify: float, plain: float, rounds: int = 400,
+    manage: float = 1.0,
+) -> SessionPolicy:
+    """A policy that has seen many rounds of k = len(rates) at these rates, and plain ones."""
+    shared = SharedPolicy()
+    own = SessionPolicy(shared)
+    survivors = Fraction(1)
+    thresholds = []
+    for rate in rates:
+        survivors *= Fraction(rate).limit_denominator(1000)
+        thresholds.append(survivors)
+    for index in range(rounds):
+        place = Fraction((index * 7919) % 997, 997)  # evenly spread, the same every time
+        accepted = sum(place < threshold for threshold in thresholds)
+        own.observe(sample(len(rates), accepted, draft=draft, verify=verify, manage=manage))
+        if index % 4 == 0:
+            own.observe(sample(0, 0, verify=plain, manage=0.0))
+    return own
+
+
+def test_theory_s_numbers() -> None:
+    """Rates (.9, .7, .5) give 2.845 tokens; theory.md section 7."""
+    assert expected_tokens([Fraction(9, 10), Fraction(7, 10), Fraction(1, 2)]) == Fraction(569, 200)
+
+
+def test_speculation_pays_where_theory_says_so() -> None:
+    """c_t 10, c_d 1, c_m 1, rate .8: with a verify cost of 12 it drafts, with 30 it does not."""
+    assert settled([0.8] * 3, draft=1, verify=12, plain=10).best(3) == 3
+    assert settled([0.8] * 3, draft=1, verify=30, plain=10).best(3) == 0
+
+
+def test_survival_not_a_pooled_mean() -> None:
+    """With a first candidate that is nearly always kept and later ones that are not, k = 1 wins."""
+    assert settled([0.95, 0.05, 0.05, 0.05], draft=3, verify=10, plain=10).best(4) == 1
+
+
+def test_long_blocks_where_drafting_is_cheap() -> None:
+    """A nearly free, nearly perfect draft is asked for all that is allowed."""
+    own = settled([0.97] * 6, draft=0.1, verify=10, plain=10)
+    assert own.best(6) == 6
+    assert own.best(2) == 2
+    assert own.best(0) == 0
+
+
+def test_useless_draft_is_left_alone_and_tried_again() -> None:
+    """At acceptance 0 the choice is k = 0; after RETRY_ROUNDS plain rounds it is measured again."""
+    own = settled([0.01, 0.01], draft=1, verify=10, plain=10)
+    assert own.choose(4) == 0
+    for _ in range(RETRY_ROUNDS):
+        own.observe(sample(0, 0, verify=10, manage=0.0))
+    assert own.choose(4) > 0
+    own.observe(sample(2, 0))
+    assert own.choose(4) == 0
+
+
+def test_plain_decoding_is_measured_again() -> None:
+    """While drafting wins, k = 0 is measured once in RETRY_ROUNDS, so that a change is noticed."""
+    own = settled([0.9] * 3, draft=0.5, verify=10, plain=10)
+    chosen = []
+    for _ in range(RETRY_ROUNDS + 50):
+        chosen.append(own.choose(3))
+        own.observe(sample(chosen[-1], chosen[-1], draft=0.5))
+    assert chosen.count(0) == 1
+
+
+def test_one_more_candidate_is_tried() -> None:
+    """Where the longest block known is the best one, a longer one is measured now and then."""
+    own = settled([0.97] * 3, draft=0.1, verify=10, plain=10)
+    longest = 0
+    for _ in range(2 * LONGER_ROUNDS + 2):
+        k = own.choose(8)
+        longest = max(longest, k)
+        own.observe(sample(k, k, draft=0.1))
+    assert longest > 3
+
+
+def test_first_rounds_measure_both_ways() -> None:
+    """A new coordinator drafts blocks of different length, then decodes plainly, then decides."""
+    own = SessionPolicy(SharedPolicy())
+    chosen = []
+    for _ in range(len(FIRST_TRIES) + FIRST_PLAIN_ROUNDS):
+        chosen.append(own.choose(8))
+        own.observe(sample(chosen[-1], 0))
+    assert chosen == [*FIRST_TRIES, 0, 0]
+
+
+def test_choice_stays_within_the_limit() -> None:
+    """Whatever was seen, k is in [0, limit], first rounds and measurements included."""
+    own = SessionPolicy(SharedPolicy())
+    for index in range(600):
+        limit = index % 9
+        k = own.choose(limit)
+        assert 0 <= k <= limit
+        own.observe(sample(k, index % (k + 1)))
+
+
+def test_choosing_changes_nothing() -> None:
+    """Asked any number of times the policy says the same: the protocol may ask twice."""
+    own = settled([0.9, 0.5], draft=1, verify=10, plain=10)
+    assert {own.choose(4) for _ in range(10 * RETRY_ROUNDS)} == {own.choose(4)}
+
+
+def test_costs_belong_to_their_batch_size() -> None:
+    """At batch 32 a verify is measured to cost what speculation gains: k = 0 there, not at 1."""
+    shared = SharedPolicy()
+    own = SessionPolicy(shared)
+    for _ in range(100):
+        own.observe(sample(3, 2, draft=0.5, verify=11, batch_size=1))
+        own.observe(sample(0, 0, verify=10, manage=0.0, batch_size=1))
+    assert own.best(3) > 0
+    for _ in range(100):
+        own.observe(sample(3, 2, draft=0.5, verify=40, batch_size=32))
+        own.observe(sample(0, 0, verify=10, manage=0.0, batch_size=32))
+    assert own.best(3) == 0
+    own.observe(sample(0, 0, verify=10, manage=0.0, batch_size=1))
+    assert own.best(3) > 0
+
+
+def test_own_rounds_outweigh_the_others() -> None:
+    """A request that accepts nothing stops drafting though all others accept everything."""
+    shared = SharedPolicy()
+    others, own = SessionPolicy(shared), SessionPolicy(shared)
+    for _ in range(100):
+        others.observe(sample(3, 3, draft=0.5))
+        others.observe(sample(0, 0, verify=10, manage=0.0))
+    assert own.best(3) == 3
+    for _ in range(60):
+        own.observe(sample(3, 0, draft=0.5))
+    assert own.rates(1)[0] < others.rates(1)[0]
+    assert own.best(3) == 0
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 2.0])
+def test_line_finds_its_slope(slope: float) -> None:
+    """Times at several lengths are extended to others."""
+    line = Line(relative_slope=0.3)
+    for index in range(200):
+        x = 1 + index % 4
+        line.add(x, 10 + slope * x)
+    assert line.at(6) == pytest.approx(10 + slope * 6, rel=0.02)
+
+
+def test_line_without_spread_assumes_a_little() -> None:
+    """One length alone gives the assumed slope, never a negative time."""
+    line = Line(relative_slope=0.1)
+    for _ in range(5):
+        line.add(4, 20)
+    assert 20 < line.at(8) < 40
+    assert line.at(0) > 0
+
+
+def test_policy_is_blind_to_tokens() -> None:
+    """Nothing that reaches the policy holds a token id, a row or an unjudged candidate."""
+    fields = set(RoundSample.__dataclass_fields__)
+    assert fields == {
+        "num_draft_tokens", "num_tokens", "num_judged", "num_accepted", "draft_s", "target_s",
+        "manage_s", "batch_size",
+    }
+    taken = inspect.signature(SessionPolicy.choose).parameters
+    assert list(taken) == ["self", "limit"]
+    for banned in ("torch", "asyncio", "time", "random", "logging", "numpy"):
+        assert f"import {banned}" not in inspect.getsource(policy)
