@@ -247,12 +247,14 @@ def test_a_browser_draws_the_page_from_disk(tmp_path: Path) -> None:
         f"--user-data-dir={profile}", "--dump-dom",
     )  # fmt: skip
     result = subprocess.run(
-        [CHROMIUM, *flags, f"file://{tmp_path / 'trace.html'}"],
+        [CHROMIUM, *flags, f"file://{tmp_path / 'trace.html'}#round=3&theme=dark"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     dom = result.stdout
     assert dom.count("<tr data-round=") == 1 + sample.num_rounds
     assert len(re.findall(r"<rect [^>]*data-round=", dom)) == 9 + 33 + 18
-    assert "Round 1" in dom
+    assert 'data-theme="dark"' in dom
+    assert '<div class="big">Round 3</div>' in dom  # the one that the link names, opened
+    assert dom.count('class="group on"') == 1
     assert "&lt;/script&gt;&lt;b&gt;&amp;" in dom
     assert re.search(r'class="tok rejected shown"', dom)
