@@ -25,7 +25,7 @@ help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.installed ## start the three services, stream one answer, show its trace, stop
-	@$(VENV)/bin/specmesh demo --cache-dir $(CACHE) "$$PROMPT"
+	@$(VENV)/bin/specmesh demo --cache-dir $(CACHE) -- "$$DEMO_PROMPT"
 
 test: $(VENV)/.installed-dev ## every check and every test; what CI runs
 	@$(RUN) -m tests.run
@@ -48,7 +48,8 @@ bench: $(VENV)/.installed ## compare the stack with transformers in one run
 clean: ## remove the environment, converted weights, logs and traces
 	rm -rf $(VENV) $(CACHE)
 
-export PROMPT
+# As it was typed: make would read dollar signs and parentheses in it.
+export DEMO_PROMPT := $(value PROMPT)
 
 # The stamps make a second run need no network. pip is told the exact torch first: which build is
 # right depends on the machine, and later installs must not change it.
