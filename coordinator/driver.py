@@ -41,6 +41,7 @@ from coordinator.messages import (
     PeerViolation,
     PlaceDraft,
     PlaceTarget,
+    Propose,
     RoundDone,
     Send,
     Side,
@@ -156,8 +157,12 @@ class Driver:
             event = target_reply(result, timing)
         else:
             event = draft_reply(result, timing)
-        if event is not None:
-            self.handle(event)
+        if event is None:
+            return
+        side = self._session.target if link.side is Side.TARGET else self._session.draft
+        if event.epoch < side.epoch:  # the session has moved on; it drops this one
+            self._recorder.metrics.stale_replies.labels(link.side.value).inc()
+        self.handle(event)
 
     def handle(self, event: Event) -> None:
         """Take an event; it is stepped now unless a step runs or the reader is behind."""
@@ -230,6 +235,8 @@ class Driver:
                 trace,
             )
             self._clock.sent(action.side, message)
+            if isinstance(command, Propose | Verify) and command.prefix.resync:
+                self._recorder.metrics.resyncs.labels(action.side.value).inc()
             if link.send(message, rows=rows):
                 continue
             if action.side is Side.DRAFT and not self.is_done and link.is_up:

@@ -163,12 +163,12 @@ class CoordinatorMetrics:
         )
         self._sent = {side: wire_bytes.labels(side, "sent") for side in SIDES}
         self._received = {side: wire_bytes.labels(side, "received") for side in SIDES}
-        self.retries = Counter(
-            "specmesh_round_retries", "Commands sent again under the same key", ("side",),
+        self._retries = Counter(
+            "specmesh_round_retries", "Tries beyond the first, repeats and moves, of rounds",
             registry=registry,
         )
         self.stale_replies = Counter(
-            "specmesh_stale_replies", "Replies of an older epoch or round, dropped", ("side",),
+            "specmesh_stale_replies", "Replies of an older epoch, dropped", ("side",),
             registry=registry,
         )
         self.resyncs = Counter(
@@ -224,6 +224,7 @@ class CoordinatorMetrics:
     def observe_round(self, record: RoundRecord) -> tuple[str, ...]:
         """Count one finished round. Returns the detectors whose alarm it raised (usually none)."""
         self._output_tokens.inc(record.num_committed)
+        self._retries.inc(record.num_retries)
         if record.is_prefill:
             self._prefill_duration.observe(record.duration_us * 1e-6)
             return self._observe_checks(record)

@@ -24,7 +24,7 @@ ROUND = RoundRecord(
     draft=SideRecord(total_us=4000, service_us=3700, queue_us=100, sent_bytes=90,
                      received_bytes=2100),
     overlaps=(0.9, 0.8, 0.5), emitted_argmax=(True, True, False), emitted_max_probs=(0.6, 0.5, 0.4),
-    dropped_mass=(0.004, 0.002, 0.001, 0.001),
+    dropped_mass=(0.004, 0.002, 0.001, 0.001), num_retries=1,
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def test_a_round_adds_what_its_record_says() -> None:
     assert found["specmesh_wire_bytes_total{direction=received,side=draft}"] == 4200
     assert found["specmesh_wire_bytes_total{direction=sent,side=target}"] == 4400
     assert found["specmesh_round_duration_seconds_sum"] == pytest.approx(0.028)
+    assert found["specmesh_round_retries_total"] == 2
     assert found["specmesh_dropped_mass_total"] == pytest.approx(0.016)
 
 
