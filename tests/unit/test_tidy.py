@@ -28,7 +28,7 @@ BANNED_MODULE_NAMES = {
 }
 # A task left in the code, or a note to whoever edits it next, belongs in an issue.
 BANNED_WORDS = re.compile(
-    r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError|\bas an AI\b|ChatGPT|Copilot|Anthropic",
+    r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError|\bas an AI\b|ChatGPT|Copilot|Anthropic",
     re.IGNORECASE,
 )
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".proto", ".yaml", ".yml", ".sh", ".html", ".json", ""}
@@ -137,7 +137,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
             if argument.arg not in ("self", "cls")
         ]
-        is_free = decorated(node, "jit", "command", "custom_op", "register_fake")
+        is_free = "cli" in path.parts or decorated(node, "jit", "custom_op", "register_fake")
         assert len(names) <= MAX_PARAMETERS or is_free, f"{where}: {names}"
 
 
@@ -175,7 +175,10 @@ def test_no_banned_words() -> None:
     """Nothing unfinished is left as a comment, and the project speaks of itself alone."""
     found = []
     for path in tracked_files():
-        if path.suffix not in TEXT_SUFFIXES or path == SELF or path.stat().st_size > 1 << 20:
+        is_generated = "_pb2" in path.name
+        if path.suffix not in TEXT_SUFFIXES or path.stat().st_size > 1 << 20:
+            continue
+        if path == SELF or is_generated:
             continue
         try:
             text = path.read_text()
