@@ -135,18 +135,20 @@ def test_rejected_slots_are_written_over(llama) -> None:
 
 
 def test_an_earlier_owners_nan_is_not_read(llama) -> None:
-    """A page full of NaN, left by a failed session, does not leak through masked slots."""
+    """Pages full of NaN, left by failed sessions, do not leak through masked or padded slots."""
     decoder, model = llama
-    tokens = random_tokens(19, 4)
-    cache = decoder.new_cache(3, PAGE)
+    sequences = [random_tokens(n, n) for n in (19, 30, 3)]
+    cache = decoder.new_cache(7, PAGE)
     for pool in cache.pools:
         pool.fill_(math.nan)
-    run = PackedRun(decoder, [tokens], cache)
-    for count in (18, 1):
-        start = run.done[0]
-        (logits,) = run.step([count])
-        expected = reference_logits(model, tokens)[start : start + count]
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    run = PackedRun(decoder, sequences, cache)
+    run.tables = [[1, 2], [3, 4], [5]]  # nobody owns page 0
+    expected = [reference_logits(model, tokens) for tokens in sequences]
+    for counts in ((18, 29, 2), (1, 1, 1)):
+        starts = list(run.done)
+        for i, logits in enumerate(run.step(counts)):
+            wanted = expected[i][starts[i] : starts[i] + counts[i]]
+            torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
 
 
 def test_shared_pages_serve_two_sequences(llama) -> None:
