@@ -120,5 +120,6 @@ class Proposer:
         attributes: dict[str, AttributeValue] = {Key.NUM_DRAFT_TOKENS: len(answer.tokens)}
         if answer.distributions:
             attributes[Key.DROPPED_MASS] = list(answer.dropped_mass)
-            attributes[Key.ENCODING] = session_pb2.Encoding.Name(answer.distributions[0].encoding)
+            name = session_pb2.Encoding.Name(answer.distributions[0].encoding)
+            attributes[Key.ENCODING] = name.removeprefix("ENCODING_").lower()
         return attributes
