@@ -95,6 +95,20 @@ def test_boundaries_follow_the_table() -> None:
     assert outcomes == {True, False}, "both a rejection and a full acceptance must occur"
 
 
+def test_target_settles_what_the_coordinator_decided() -> None:
+    """With coordinator placement the next command tells how many pending candidates were kept."""
+    loopback = run(plan_of(num_draft_tokens=3, decide_here=True), FakeDraft())
+    verifies = [
+        command for send in loopback.sent if send.side is Side.TARGET
+        for command in send.commands if isinstance(command, Verify)
+    ]
+    assert len(verifies) == len(loopback.records)
+    for record, following in zip(loopback.records, verifies[1:], strict=False):
+        assert following.prefix.append_from == record.base_len
+        assert following.prefix.num_accepted == record.num_accepted
+    assert any(record.num_accepted for record in loopback.records)
+
+
 def test_acceptance_is_full_when_draft_is_target() -> None:
     """A draft that is the target loses no candidate, at every k."""
     for k in range(1, 9):
@@ -158,11 +172,15 @@ def test_stop_token_at_every_index(k: int, stop_at: int, budget: int) -> None:
     assert loopback.ended.matched_stop_token_id == (stop_id if stopped else None)
 
 
-def test_stop_string_cuts_text_and_keeps_ids() -> None:
-    """Text ends where the stop string begins; ids and usage include the completing token."""
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 5, 8])
+def test_stop_string_cuts_text_and_keeps_ids(k: int) -> None:
+    """Text ends where the stop string begins; ids and usage include the completing token and no
+    later one, wherever in a block it falls."""
     natural = expected_output(PROMPT, 30)
     stop = f"{natural[4]}.{natural[5]}"
-    loopback = run(plan_of(num_draft_tokens=4), FakeDraft(model=agreeable), stop_strings=[stop])
+    loopback = run(
+        plan_of(num_draft_tokens=k, plain_steps=8), FakeDraft(model=agreeable), stop_strings=[stop]
+    )
     assert loopback.tokens == natural[:6]
     assert loopback.text == "".join(f"{token}." for token in natural[:4])
     assert isinstance(loopback.ended, Finish)

@@ -10,7 +10,9 @@ import pytest
 from coordinator.messages import (
     Action,
     Close,
+    Decide,
     Deferred,
+    DraftPlaced,
     DraftReply,
     DraftSwitchedOff,
     Event,
@@ -24,6 +26,7 @@ from coordinator.messages import (
     PlaceTarget,
     Proposal,
     Propose,
+    RoundDone,
     Rule,
     Send,
     SessionPlan,
@@ -136,7 +139,8 @@ def test_draft_lost_then_readmitted(nth: int) -> None:
     assert sum(stats.fallback_rounds.values()) <= 4
 
 
-def test_late_draft_costs_one_deadline() -> None:
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_late_draft_costs_one_deadline(nth: int) -> None:
     """A proposal past its deadline is dropped unjudged; nothing more is asked until it arrives, and
     the next proposal reports that none of it was kept."""
     loopback = loopback_of()
@@ -145,7 +149,9 @@ def test_late_draft_costs_one_deadline() -> None:
 
     def tamper(action: Action) -> list[Event] | None:
         nonlocal asked_while_late
-        if isinstance(action, StartTimer) and action.timer is Timer.PROPOSE and not held:
+        if isinstance(action, StartTimer) and action.timer is Timer.PROPOSE and (
+            action.round == nth and not held
+        ):
             late = next(e for e in loopback.inbox if isinstance(e, DraftReply)
                         and isinstance(e.body, Proposal))
             loopback.inbox.remove(late)
@@ -153,15 +159,20 @@ def test_late_draft_costs_one_deadline() -> None:
             return [TimerFired(Side.DRAFT, action.epoch, action.round)]
         if held and is_working(action, Side.DRAFT):
             asked_while_late += 1
-        if len(loopback.records) == 4 and held and held[0] not in loopback.inbox:
+        if isinstance(action, RoundDone) and action.fallback == "draft_late" and not released:
+            released.append(True)
             loopback.inbox.append(held[0])
             assert asked_while_late == 0
         return None
 
+    released: list[bool] = []
     loopback.tamper = tamper
     stats = finish(loopback).stats
     assert stats.fallback_rounds["draft_deadline"] == 1
     assert stats.fallback_rounds["draft_late"] >= 1
+    asked = [c for s in loopback.sent for c in s.commands if isinstance(c, Propose)]
+    after = next(c for c in asked if c.round == nth + 1)
+    assert after.prefix.num_accepted == 0
     assert asked_while_late > 0, "the draft was never asked again"
 
 
@@ -271,6 +282,61 @@ def test_target_that_refuses_candidates(reason: str) -> None:
     assert any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
 
 
+def test_late_copies_of_proposals_are_never_judged() -> None:
+    """Each proposal arrives once more while the next one is awaited: nothing comes of it."""
+    undisturbed = finish(loopback_of())
+    loopback = loopback_of()
+    last: list[DraftReply] = []
+
+    def copy(action: Action) -> None:
+        replies = [e for e in loopback.inbox if isinstance(e, DraftReply)]
+        if isinstance(action, StartTimer) and action.side is Side.DRAFT:
+            if last:
+                loopback.inbox.appendleft(last.pop())
+            last.extend(reply for reply in replies if isinstance(reply.body, Proposal))
+
+    loopback.tamper = copy
+    assert finish(loopback).stats == undisturbed.stats
+    assert not any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
+
+
+def test_draft_lost_while_its_proposal_is_judged() -> None:
+    """The verdict on a lost draft's proposal is not told to the session that replaced it."""
+    loopback = loopback_of()
+
+    def lose(action: Action) -> None:
+        if is_working(action, Side.TARGET, 3) and not lost:
+            lost.append(True)
+            loopback.drafts["draft"].lose_sessions()
+            loopback.inbox.appendleft(Lost(Side.DRAFT, "draft"))
+            loopback.drafts["spare"] = FakeDraft("spare")
+
+    lost: list[bool] = []
+    loopback.tamper = lose
+    finish(loopback)
+    assert not any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
+
+
+def test_offer_of_an_older_epoch_is_ignored() -> None:
+    """A draft offered for a search that was given up is not taken."""
+    loopback = loopback_of()
+    late = DraftPlaced(0, "draft", 1 << 20)
+
+    def lose(action: Action) -> list[Event] | None:
+        if is_working(action, Side.DRAFT, 3) and not lost:
+            lost.append(True)
+            loopback.drafts.pop("draft").lose_sessions()
+            return [Lost(Side.DRAFT, "draft"), late]
+        return None
+
+    lost: list[bool] = []
+    loopback.tamper = lose
+    finish(loopback)
+    assert lost
+    assert loopback.session.draft.epoch == 1
+    assert not loopback.session.draft.replica
+
+
 def test_deferred_draft_does_not_hold_the_round() -> None:
     """DEFERRED of the draft ends the wait at once; its answer makes it usable again."""
     loopback = loopback_of()
@@ -337,6 +403,24 @@ def test_target_lost_at_every_round(nth: int, decide_here: bool) -> None:
     verify = send.commands[1]
     assert isinstance(verify, Verify)
     assert verify.prefix.append_from == 0
+
+
+def test_target_lost_while_the_round_is_decided_here() -> None:
+    """The decision stands; the new session elsewhere is not told of candidates it never had."""
+    loopback = loopback_of(plan_of(decide_here=True))
+    loopback.targets["spare"].decide_here = True
+
+    def lose(action: Action) -> None:
+        if isinstance(action, Decide) and len(loopback.records) > 2 and not lost:
+            lost.append(True)
+            loopback.targets.pop("target").lose_sessions()
+            loopback.inbox.appendleft(Lost(Side.TARGET, "target"))
+
+    lost: list[bool] = []
+    loopback.tamper = lose
+    finish(loopback)
+    assert lost
+    assert not any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
 
 
 def test_target_lost_while_the_draft_proposes() -> None:
@@ -613,6 +697,8 @@ def test_random_faults_never_change_the_output(block: int) -> None:
         ended = loopback.run()
         assert isinstance(ended, Finish), (seed, chaos.kinds, ended)
         assert loopback.tokens == WANTED, (seed, chaos.kinds)
+        off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
+        assert not off, (seed, chaos.kinds, "no fault here is one of content")
         kinds.update(chaos.kinds)
     assert len(kinds) >= 6
 
