@@ -19,7 +19,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint co
 CACHE := .specmesh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newcomer check fmt protos bench clean
+.PHONY: help demo test newcomer check fmt protos bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ protos: $(VENV)/.installed-dev ## generate code from protos/specmesh/v1
 
 bench: $(VENV)/.installed ## compare the stack with transformers in one run
 	@$(VENV)/bin/specmesh bench --cache-dir $(CACHE)
+
+gpu: $(VENV)/.installed-dev ## test the kernels on a GPU, then time them beside their anchors
+	@TRITON_INTERPRET=0 $(RUN) -m pytest -q tests/kernels
+	@$(RUN) -m kernels.bench
 
 clean: ## remove the environment, converted weights, logs and traces
 	rm -rf $(VENV) $(CACHE)

@@ -1,4 +1,4 @@
-"""What traces know about rounds: time outside the models, queueing, forward passes.
+"""What traces know about rounds: forward passes, time outside the models and the services.
 
 Reads the files that the services of the same run wrote. Times are in milliseconds.
 """
@@ -20,19 +20,30 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """One round or prefill, in milliseconds. outside: the span less both models' forward passes."""
+    """One round or prefill, in milliseconds.
+
+    total: the coordinator's span; draft, target: the services' own spans inside it; draft_forward,
+    target_forward: model passes inside those; target_queue: waiting for the target's device.
+    """
 
     is_prefill: bool
     has_draft: bool
     total: float
+    draft: float
+    target: float
     draft_forward: float
     target_forward: float
-    queue: float
+    target_queue: float
 
     @property
-    def outside(self) -> float:
-        """Wire, decision, management, serialisation: everything but the two models."""
-        return self.total - self.draft_forward - self.target_forward - self.queue
+    def outside_models(self) -> float:
+        """Everything but forward passes: wire, coordinator, sampling, decision, waiting."""
+        return self.total - self.draft_forward - self.target_forward
+
+    @property
+    def outside_services(self) -> float:
+        """Wire and coordinator: what remains when both services' time is taken off."""
+        return self.total - self.draft - self.target
 
 
 def complete_trace(trace_dir: Path, trace_id: str) -> Trace:
@@ -85,9 +96,11 @@ def _times(step: StoredSpan, trace: Trace) -> RoundTimes:
         is_prefill=step.name == PREFILL,
         has_draft=bool(draft) and step.count(Key.NUM_DRAFT_TOKENS) > 0,
         total=step.duration_ms,
+        draft=sum(span.duration_ms for span in draft),
+        target=sum(span.duration_ms for span in target),
         draft_forward=_sum_ms(draft, Key.FORWARD_US),
         target_forward=_sum_ms(target, Key.FORWARD_US),
-        queue=_sum_ms([*draft, *target], Key.QUEUE_US),
+        target_queue=_sum_ms(target, Key.QUEUE_US),
     )
 
 

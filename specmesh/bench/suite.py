@@ -7,7 +7,7 @@ measurements of their own. Owns prompts, options and bounds; knows no flags and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,15 @@ class Suite:
         self._prompts = [reference.prompt_ids(question) for question in QUESTIONS]
         self._next_fresh = 0
 
-    def run(self, start_s: float) -> Results:
-        """Measure everything. `start_s`: seconds from starting the services to all being ready."""
+    def run(self, start_s: float, warm_up_s: Mapping[str, float]) -> Results:
+        """Measure everything.
+
+        `start_s`: seconds from starting the services to all being ready; `warm_up_s`: of that,
+        first passes and compilation, by service.
+        """
         started = self._results.add("start of the services, cached weights", "s", [start_s])
+        for service, seconds in warm_up_s.items():
+            self._results.add(f"warm-up of the {service}", "s", [seconds])
         self._results.ratios.append(Ratio("start-up time", started, None, "at most", 30.0))
         self._first_requests()
         self._plain_decoding()
@@ -171,7 +177,8 @@ class Suite:
             later = [t.later_tokens_per_s for t in timed]
             add(f"speculative k={k}, {name}, later tokens", "{token}/s", later)
         self._acceptance(sampled)
-        self._rounds(sampled)
+        rounds = [r for r in self._traced(sampled) if r.has_draft and not r.is_prefill]
+        self._round_series(rounds)
 
     def _acceptance(self, timed: Sequence[Timed]) -> None:
         """Per-position rates, and E[N] from them beside the tokens per full round that came."""
@@ -197,16 +204,17 @@ class Suite:
         accepted = sum(s.num_accepted for s in stats)
         results.measured_tokens = 1 + accepted / with_candidates if with_candidates else 0.0
 
-    def _rounds(self, timed: Sequence[Timed]) -> None:
-        self._report("reading the traces of those requests")
-        traces = [complete_trace(self._trace_dir, t.trace_id) for t in timed]
-        rounds = [r for r in round_times(traces) if r.has_draft and not r.is_prefill]
+    def _traced(self, timed: Sequence[Timed]) -> list[RoundTimes]:
+        self._report("reading traces")
+        return round_times([complete_trace(self._trace_dir, t.trace_id) for t in timed])
+
+    def _round_series(self, rounds: Sequence[RoundTimes]) -> None:
         add = self._results.add
         add("round, whole", "ms", [r.total for r in rounds])
         add("round, draft forward passes", "ms", [r.draft_forward for r in rounds])
         add("round, target forward pass", "ms", [r.target_forward for r in rounds])
-        add("round, queueing", "ms", [r.queue for r in rounds])
-        outside = add("round, outside the two models", "ms", [_outside(r) for r in rounds])
+        add("round, wire and coordinator", "ms", [r.outside_services for r in rounds])
+        outside = add("round, outside the two models", "ms", [r.outside_models for r in rounds])
         self._results.ratios.append(
             Ratio("time in a round outside the two models", outside, None, "at most", 3.0)
         )
@@ -229,12 +237,15 @@ class Suite:
     def _concurrency(self) -> None:
         count = self._plan.concurrency
         single, together, waits = [], [], []
+        alone_last: list[Timed] = []
+        timed: list[Timed] = []
         # No number of draft tokens is asked for: what the policy makes of it is the product.
         options = self._options(None)
         for repeat in range(max(2, self._plan.repeats // 2)):
             self._report(f"1 and {count} concurrent requests, {repeat + 1}")
             prompts = [self._prompts[i % len(self._prompts)] for i in range(count)]
             alone = self._one(prompts[repeat % count], options)
+            alone_last = [alone]
             single.append(alone.num_tokens / alone.total_s)
             seconds, timed = all_at_once(self._address, prompts, options)
             together.append(sum(t.num_tokens for t in timed) / seconds)
@@ -242,10 +253,9 @@ class Suite:
         one = self._results.add("1 request at a time", "{token}/s", single)
         many = self._results.add(f"{count} requests at a time, together", "{token}/s", together)
         self._results.add(f"first token among {count}", "ms", waits)
+        for name, requests in (("1 request", alone_last), (f"{count} requests", timed)):
+            queues = [r.target_queue for r in self._traced(requests)]
+            self._results.add(f"queueing at the target, {name} at a time", "ms", queues)
         self._results.ratios.append(
             Ratio(f"throughput, {count} requests / 1", many, one, "at least", 6.0)
         )
-
-
-def _outside(times: RoundTimes) -> float:
-    return times.outside + times.queue

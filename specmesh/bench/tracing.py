@@ -61,7 +61,8 @@ class Processes:
         coordinator = self._tels["coordinator"]
         span = coordinator.start(ROUND, context)
         for side, name, forward, num_steps in (
-            ("draft", PROPOSE, DRAFT_FORWARD, 4), ("target", VERIFY, TARGET_FORWARD, 1),
+            ("draft", PROPOSE, DRAFT_FORWARD, 4),
+            ("target", VERIFY, TARGET_FORWARD, 1),
         ):
             tel = self._tels[side]
             sent = coordinator.inject(span)
@@ -140,9 +141,7 @@ def measure() -> tuple[list[Series], list[Ratio]]:
         )
         processes.close()
     spans = _spans_of_a_round()
-    exported = _per_round_us(
-        "exporting a sampled round", lambda: encode_line(spans), lambda: None
-    )
+    exported = _per_round_us("exporting a sampled round", lambda: encode_line(spans), lambda: None)
     share = [
         (SAMPLING_RATIO * (here + there) + (1 - SAMPLING_RATIO) * without) / ROUND_US
         for here, there, without in zip(

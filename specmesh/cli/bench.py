@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
@@ -38,27 +39,35 @@ def bench(
     """Measure the whole stack beside transformers `generate`, in one run on this machine."""
     from specmesh.bench.reference_model import ReferenceModel
     from specmesh.bench.report import json_lines
+    from specmesh.bench.scrape import warm_up_seconds
     from specmesh.bench.suite import Plan, Suite
-    from specmesh.launcher import Interrupted, Ports, interruptible
+    from specmesh.launcher import Interrupted, Ports, free_port, interruptible
 
     cache_dir = cache_dir or default_cache_dir()
     plan = Plan(repeats, max_tokens, num_draft_tokens, concurrency)
-    trace_dir = cache_dir / "bench-traces"
     try:
-        with interruptible():
+        with interruptible(), TemporaryDirectory(prefix="specmesh-bench-") as folder:
+            trace_dir = Path(folder)
             models = resolve_models(target, draft, cache_dir)
-            ports = Ports(coordinator=0, draft=0, target=0)
+            metrics = {service: free_port(0, service) for service in ("draft", "target")}
             with (
-                running_stack(models, cache_dir=cache_dir, ports=ports, trace_dir=trace_dir) as (
-                    stack,
-                    start_s,
-                ),
+                running_stack(
+                    models,
+                    cache_dir=cache_dir,
+                    ports=Ports(coordinator=0, draft=0, target=0),
+                    trace_dir=trace_dir,
+                    extra={
+                        service: ["--telemetry.metrics-port", str(port)]
+                        for service, port in metrics.items()
+                    },
+                ) as (stack, start_s),
                 progress("measuring") as status,
             ):
                 address = stack.address("coordinator")
                 report = status.update if status is not None else _ignore
                 suite = Suite(address, trace_dir, ReferenceModel(models[0]), plan, report)
-                results = suite.run(start_s)
+                warm_up_s = {name: warm_up_seconds(port) for name, port in metrics.items()}
+                results = suite.run(start_s, warm_up_s)
     except Interrupted as interrupted:
         raise typer.Exit(128 + interrupted.signum) from None
     lines = json_lines(results, shlex.join(["specmesh", *sys.argv[1:]]))

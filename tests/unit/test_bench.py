@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import start_http_server
 
 from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.bench.load import Timed, all_at_once, one_after_another
 from specmesh.bench.measure import Ratio, series
 from specmesh.bench.report import json_lines
 from specmesh.bench.rounds import round_times
+from specmesh.bench.scrape import metric, warm_up_seconds
 from specmesh.bench.suite import Results, Suite
 from specmesh.client import GenerateOptions
+from specmesh.errors import NotReady
+from specmesh.metrics import ServiceMetrics
 from specmesh.telemetry import GENERATE, PREFILL, PROPOSE, ROUND, VERIFY, Key
 from specmesh.traces.reader import StoredSpan, Trace
 from tests.unit.scripted_coordinator import Script, serving
@@ -100,16 +104,34 @@ def test_time_outside_the_models_is_the_round_less_both_forward_passes() -> None
         span(PREFILL, 2, 1, (0, 10)),
         span(VERIFY, 3, 2, (0, 9), **{Key.FORWARD_US: 8000}),
         span(ROUND, 4, 1, (10, 30), **{Key.NUM_DRAFT_TOKENS: 4}),
-        span(PROPOSE, 5, 4, (10, 16), **{Key.FORWARD_US: 5000, Key.QUEUE_US: 500}),
-        span(VERIFY, 6, 4, (17, 29), **{Key.FORWARD_US: 11000, Key.QUEUE_US: 250}),
+        span(PROPOSE, 5, 4, (10, 16), **{Key.FORWARD_US: 5000}),
+        span(VERIFY, 6, 4, (17, 29), **{Key.FORWARD_US: 11000}),
     ]
     prefill, round_ = round_times([Trace("ab" * 16, spans)])
     assert prefill.is_prefill
     assert not round_.is_prefill
     assert round_.has_draft
     assert (round_.total, round_.draft_forward, round_.target_forward) == (20.0, 5.0, 11.0)
-    assert round_.queue == 0.75
-    assert round_.outside == pytest.approx(3.25)
+    assert round_.outside_models == pytest.approx(4.0)
+    assert round_.outside_services == pytest.approx(2.0)
+
+
+def test_warm_up_is_read_past_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves that the gauge of a real endpoint is found, whatever http_proxy says."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    metrics = ServiceMetrics("target")
+    metrics.warm_up.set(1.25)
+    server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
+    try:
+        assert warm_up_seconds(server.server_port) == 1.25
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    with pytest.raises(NotReady):
+        warm_up_seconds(1)
+    with pytest.raises(NotReady, match="exports no x"):
+        metric("xy 1\n", "x")
 
 
 def test_json_lines_carry_command_and_versions() -> None:
