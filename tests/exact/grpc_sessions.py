@@ -13,10 +13,23 @@ from typing import Any
 from kernels import reference
 from protos.specmesh.v1 import draft_pb2, session_pb2, target_pb2
 from specmesh import wire
+from specmesh.engine.decoder import Decoder
+from specmesh.engine.runner import EngineOptions
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 from tests.exact.tiny_llama import VOCAB_SIZE
-from tests.rpc.peers import AT_COORDINATOR, AUTO, COUPLED, VOCAB_HASH, Peer, sampling
+from tests.rpc.peers import (
+    AT_COORDINATOR,
+    AUTO,
+    COUPLED,
+    VOCAB_HASH,
+    Peer,
+    Setup,
+    linked,
+    running,
+    sampling,
+)
 
+PAGE_SIZE = 32  # one page a session
 NextK = Callable[[int], int]  # round index -> candidates wanted
 
 
@@ -36,6 +49,7 @@ class Generation:
     rule: int = session_pb2.DECISION_RULE_RESIDUAL
     decide_at: int = session_pb2.DECIDE_AT_TARGET
     row_policy: int = AUTO
+    vocab_size: int = VOCAB_SIZE
     tokens: list[int] = field(default_factory=list)
     emitted_per_round: list[list[int]] = field(default_factory=list)
     num_judged: int = 0
@@ -146,12 +160,12 @@ class Generation:
         self.emitted_per_round.append(emitted)
 
     def _decide(self, verdict: target_pb2.Verdict) -> reference.Decision:
-        target_rows = [wire.decode(row, VOCAB_SIZE).dense() for row in verdict.distributions]
+        target_rows = [wire.decode(row, self.vocab_size).dense() for row in verdict.distributions]
         stops = frozenset(self.params.get("stop_token_ids", ()))
         if self.rule == COUPLED:
             deciding = reference.decide_coupled(target_rows, self._candidates, stops)
         else:
-            draft_rows = [wire.decode(row, VOCAB_SIZE).dense() for row in self._rows]
+            draft_rows = [wire.decode(row, self.vocab_size).dense() for row in self._rows]
             deciding = reference.decide(target_rows, draft_rows, self._candidates, stops)
         return reference.run(deciding, reference.philox_answer(self.seed, len(self.tokens)))
 
@@ -193,6 +207,30 @@ async def generate(draft: Peer, target: Peer, generations: Sequence[Generation])
         await _exchange(draft, closing_draft, "closed")
         await _exchange(target, closing_target, "closed")
         active = [each for each in active if not each.is_finished]
+
+
+async def serve(target: Decoder, draft: Decoder, waves: Sequence[Sequence[Generation]]) -> None:
+    """Serve both models in this process and run the waves through gRPC, one after the other."""
+    largest = max(map(len, waves))
+
+    def setup(decoder: Decoder) -> Setup:
+        return Setup(
+            num_pages=largest + 8,
+            page_size=PAGE_SIZE,
+            max_sessions=largest,
+            options=EngineOptions(token_budget=1 << 14, max_waiting_commands=4 * largest),
+            cache=decoder.new_cache(largest + 8, PAGE_SIZE),
+            max_message_bytes=64 << 20,
+        )
+
+    async with (
+        running("draft", draft, setup(draft)) as draft_service,
+        running("target", target, setup(target)) as target_service,
+        linked(draft_service) as draft_peer,
+        linked(target_service) as target_peer,
+    ):
+        for wave in waves:
+            await generate(draft_peer, target_peer, wave)
 
 
 _CLOSE = session_pb2.CloseSession()

@@ -24,19 +24,10 @@ from scipy.stats import chi2
 
 from kernels import reference
 from specmesh.engine.decoder import Decoder
-from specmesh.engine.runner import EngineOptions
 from tests.exact import mutants
-from tests.exact.grpc_sessions import Generation, generate
+from tests.exact.grpc_sessions import Generation, serve
 from tests.exact.tiny_llama import VOCAB_SIZE, logits_after, tiny_llama
-from tests.rpc.peers import (
-    AT_COORDINATOR,
-    AT_TARGET,
-    COUPLED,
-    RESIDUAL,
-    Setup,
-    linked,
-    running,
-)
+from tests.rpc.peers import AT_COORDINATOR, AT_TARGET, COUPLED, RESIDUAL
 
 FALSE_ALARM = 2e-6
 PROMPT = [1, 3]
@@ -55,36 +46,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 RULES = {"residual": RESIDUAL, "coupled": COUPLED}
 PLACES = {"target": AT_TARGET, "coordinator": AT_COORDINATOR}
 COMBINATIONS = list(itertools.product(RULES, PLACES, PARAMETERS))
-PAGE_SIZE = 32
 
 
 def next_k(round_index: int) -> int:
     """3, 1, 0, 2 and again: rounds with candidates and plain ones in turn."""
     return (2, 3, 1, 0)[round_index % 4]
-
-
-async def run(target: Decoder, draft: Decoder, waves: Sequence[Sequence[Generation]]) -> None:
-    """Serve both models in this process and run the waves through gRPC, one after the other."""
-    largest = max(map(len, waves))
-
-    def setup(decoder: Decoder) -> Setup:
-        return Setup(
-            num_pages=largest + 8,
-            page_size=PAGE_SIZE,
-            max_sessions=largest,
-            options=EngineOptions(token_budget=1 << 14, max_waiting_commands=4 * largest),
-            cache=decoder.new_cache(largest + 8, PAGE_SIZE),
-            max_message_bytes=64 << 20,
-        )
-
-    async with (
-        running("draft", draft, setup(draft)) as draft_service,
-        running("target", target, setup(target)) as target_service,
-        linked(draft_service) as draft_peer,
-        linked(target_service) as target_peer,
-    ):
-        for wave in waves:
-            await generate(draft_peer, target_peer, wave)
 
 
 def generation(combination: tuple[str, str, str], number: int, seed: int) -> Generation:
@@ -132,7 +98,7 @@ def mixed_run(models: tuple[Decoder, Decoder]) -> Run:
         [each for own in generations.values() for each in own[start : start + WAVE]]
         for start in range(0, NUM_SEQUENCES, WAVE)
     ]
-    asyncio.run(run(*models, waves))
+    asyncio.run(serve(*models, waves))
     return Run(models[0], generations)
 
 
@@ -274,6 +240,6 @@ def test_law_over_grpc_detects_a_wrong_residual(
     generations = [
         generation(("residual", place, "temperature"), number, seed=number) for number in range(300)
     ]
-    asyncio.run(run(*models, [generations]))
+    asyncio.run(serve(*models, [generations]))
     statistic, freedom = martingale_chi_square(generations, expected(models[0], generations))
     assert chi2.sf(statistic, freedom) < FALSE_ALARM

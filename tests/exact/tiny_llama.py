@@ -1,4 +1,4 @@
-"""Random Llama models over five tokens: real decoders whose rows depend on the whole context."""
+"""Random Llama models, by default over five tokens: real decoders, rows of the whole context."""
 
 from __future__ import annotations
 
@@ -31,17 +31,24 @@ CONFIG = {
 }
 
 
-def tiny_llama(folder: Path, seed: int, noise_seed: int = 0, noise: float = 0.0) -> Decoder:
+def tiny_llama(
+    folder: Path,
+    seed: int,
+    noise_seed: int = 0,
+    noise: float = 0.0,
+    vocab_size: int = VOCAB_SIZE,
+) -> Decoder:
     """Make a model in `folder`: random weights, plus `noise` times others (a draft of one)."""
+    config = CONFIG | {"vocab_size": vocab_size}
     generator = torch.Generator().manual_seed(seed)
     other = torch.Generator().manual_seed(noise_seed)
     tensors = {}
-    for name, shape in expected_shapes(spec_from_config(CONFIG)):
+    for name, shape in expected_shapes(spec_from_config(config)):
         own = torch.randn(shape, generator=generator)
         own += noise * torch.randn(shape, generator=other)
         tensors[name] = torch.ones(shape) if len(shape) == 1 else WEIGHT_SCALE * own
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return load_decoder(folder)
 
@@ -61,4 +68,4 @@ def logits_after(decoder: Decoder, sequences: list[list[int]]) -> Tensor:
         page_size=64,
     )
     logits = decoder.forward(batch, cache)
-    return logits.view(len(sequences), length, -1)[..., :VOCAB_SIZE]
+    return logits.view(len(sequences), length, -1)
