@@ -1,6 +1,6 @@
 """`python -m draft_service [--config FILE] [--section.key value] [--print-config]`.
 
-Exit status: 0 after a drain, 2 for a configuration that cannot work.
+Exit status: 0 after a drain, 1 when the engine died, 2 for a configuration that cannot work.
 """
 
 from __future__ import annotations

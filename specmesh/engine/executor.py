@@ -84,28 +84,26 @@ class StepExecutor:
         """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
         self._device.cache.clear_pages(pages)
 
-    def warm_up(self) -> None:
-        """Run a prefill and a decode on a page of its own, so that no request pays for it."""
-        device = self._device
-        on = device.decoder.device
-        pages = device.pool.allocate(1)
-        prefill_len = min(8, device.pool.page_size - 1)
-        try:
-            for start, end in ((0, prefill_len), (prefill_len, prefill_len + 1)):
-                positions = torch.arange(start, end, device=on)
-                batch = StepBatch(
-                    token_ids=torch.zeros(end - start, dtype=torch.int64, device=on),
-                    positions=positions,
-                    cu_seqlens_q=[0, end - start],
-                    context_lens=[end],
-                    block_tables=[pages],
-                    slot_mapping=pages[0] * device.pool.page_size + positions,
-                    logit_rows=torch.tensor([end - start - 1], device=on),
-                )
-                with torch.inference_mode():
-                    device.decoder.forward(batch, device.cache)
-        finally:
-            device.pool.release_all(pages)
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Run one pass of each length (tokens), so that no request pays for a first time.
+
+        Lengths beyond the pool are cut to it. The pages used are free again afterwards.
+        """
+        pool, decoder = self._device.pool, self._device.decoder
+        for length in lengths:
+            num_tokens = min(length, pool.num_free * pool.page_size)
+            pages = pool.allocate(pool.pages_for(num_tokens))
+            batch = StepBatch.pack(
+                [[0] * num_tokens],
+                [0],
+                [pages],
+                [num_tokens - 1],
+                page_size=pool.page_size,
+                device=decoder.device,
+            )
+            with torch.inference_mode():
+                decoder.forward(batch, self._device.cache).cpu()
+            pool.release_all(pages)
 
 
 def build_batch(segments: Sequence[Segment], page_size: int, on: torch.device) -> StepBatch:

@@ -156,6 +156,11 @@ class LinkServer:
         for link in list(self._links):
             link.post_end()
 
+    def fail_all(self, error: SpecmeshError) -> None:
+        """End every link with this error."""
+        for link in list(self._links):
+            link.fail(error)
+
 
 def _log_reader(task: asyncio.Task[None], link: ServiceLink) -> None:
     """A frame that cannot be parsed has no session to blame: the link ends."""

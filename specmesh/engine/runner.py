@@ -35,12 +35,13 @@ EXPIRY_PERIOD_S = 1.0  # how often idle sessions are looked for
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Bounds of the serving loop; see EngineSettings for their meaning."""
+    """Bounds of the serving loop; see EngineSettings. warm_up_lens: passes before serving."""
 
     token_budget: int = 512
     prefill_chunk: int = 256
     max_waiting_commands: int = 1024
     session_idle_s: float = 60.0
+    warm_up_lens: tuple[int, ...] = (1,)
 
 
 class Engine:
@@ -71,11 +72,13 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
+        self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, name=f"{role.wire.side}-engine")
         self._next_expiry_ns = 0
         self._empty_waiters: list[Future[None]] = []
         self._finishing: list[Link] = []
-        self.on_fault: Callable[[], None] = lambda: None
+        # Called on the worker when it cannot go on: a lost device, or a bug outside any command.
+        self.on_death: Callable[[], None] = lambda: None
         observers.metrics.watch(
             free_pages=lambda: self._pool.num_free,
             total_pages=lambda: self._pool.num_pages,
@@ -86,11 +89,12 @@ class Engine:
     # ------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Warm the model up, then serve. Returns when commands will be answered at full speed."""
-        started_ns = self._observers.clock_ns()
-        self._executor.warm_up()
-        self._observers.metrics.warm_up.set((self._observers.clock_ns() - started_ns) * 1e-9)
+        """Warm the model up, then serve. Returns when commands will be answered at full speed.
+
+        Raises what the warm-up raises; nothing is served then.
+        """
         self._thread.start()
+        self._warm.result()
 
     def stop(self) -> None:
         """End the worker after the pass in flight. Sessions are dropped. Blocks until it ended."""
@@ -154,7 +158,21 @@ class Engine:
             else:
                 self._desk.accept(Request(link, command, arrived_ns))
 
+    def _warm_up(self) -> bool:
+        """On the thread that will serve: thread pools and caches of the device belong to it."""
+        started_ns = self._observers.clock_ns()
+        try:
+            self._executor.warm_up(self._options.warm_up_lens)
+        except Exception as error:  # noqa: BLE001 - handed to whoever called start
+            self._warm.set_exception(error)
+            return False
+        self._observers.metrics.warm_up.set((self._observers.clock_ns() - started_ns) * 1e-9)
+        self._warm.set_result(None)
+        return True
+
     def _serve(self) -> None:
+        if not self._warm_up():
+            return
         can_run = False
         try:
             while self._read_inbox(block=not can_run):
@@ -168,8 +186,7 @@ class Engine:
                 self._flush()
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
-            self.on_fault()
-            raise
+            self.on_death()
 
     def _read_inbox(self, *, block: bool) -> bool:
         """Perform everything that arrived. False when told to stop."""
@@ -204,11 +221,12 @@ class Engine:
             outcome = self._executor.run(step)
         except Exception as error:
             logger.exception("a forward pass failed")
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device's context is lost: no later pass can succeed
             for task in tasks:
                 self._desk.fail(
                     task, InternalError(f"the forward pass failed: {type(error).__name__}")
                 )
-            self.on_fault()
             return
         for task in outcome.unfinished:
             self._scheduler.add(task)

@@ -201,7 +201,7 @@ class Scheduler:
         session = task.session
         if not session.block_table:
             reusable = min(task.base_len, task.feed_end - max(1, task.num_rows))
-            task.cached_tokens += self._pages.attach_prefix(session, reusable)
+            task.cached_tokens = self._pages.attach_prefix(session, reusable)
             self._note_holder(session)
         missing = self._pages.num_missing(session, task.reserve_len)
         if missing and not self._make_room(session, missing, step):

@@ -28,7 +28,7 @@ from specmesh.engine.links import LinkOptions, LinkServer
 from specmesh.engine.loading import LoadedModel, load_model
 from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
-from specmesh.errors import NotReady
+from specmesh.errors import InternalError, NotReady
 from specmesh.logs import configure_logging
 from specmesh.metrics import ServiceMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
@@ -103,6 +103,7 @@ class ServiceProcess:
         self._metrics = ServiceMetrics(side.name)
         self._servers: list[grpc.aio.Server] = []
         self._stopping = asyncio.Event()
+        self._died = False
         self.ready = asyncio.Event()
         self.port = 0
         self.health_port = 0
@@ -112,7 +113,8 @@ class ServiceProcess:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until a signal. Raises ConfigError when it cannot start."""
+        """Serve until a signal. Raises ConfigError when it cannot start, InternalError when the
+        engine died."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -127,10 +129,15 @@ class ServiceProcess:
             self.ready.set()
             logger.info("ready", extra={"port": self.port, "model": self._state.info.model})
             await self._stopping.wait()
+            if self._died:
+                await self._health.set_ready(ready=False)
+                links.fail_all(NotReady("the engine of this replica died"))
+                raise InternalError("the engine's worker died; see the log")
             await self._drain(engine, links)
         finally:
             lag.cancel()
-            await asyncio.gather(*(server.stop(None) for server in self._servers))
+            grace_s = END_OF_STREAMS_S if self._died else None
+            await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
             if scraped is not None:
                 scraped.close()
             await asyncio.to_thread(telemetry.shutdown)
@@ -173,10 +180,14 @@ class ServiceProcess:
                 prefill_chunk=engine_settings.prefill_chunk,
                 max_waiting_commands=engine_settings.max_waiting_commands,
                 session_idle_s=engine_settings.session_idle_s,
+                warm_up_lens=(
+                    engine_settings.prefill_chunk,
+                    *range(1, engine_settings.max_num_draft_tokens + 2),
+                ),
             ),
             Observers(telemetry, self._metrics, clock_ns, unix_offset_ns),
         )
-        engine.on_fault = lambda: _ignore_closed(loop, self._on_fault)
+        engine.on_death = lambda: _ignore_closed(loop, self._die)
         await asyncio.to_thread(engine.start)
         links = LinkServer(
             engine,
@@ -187,10 +198,10 @@ class ServiceProcess:
         self._state.set_ready(info, links)
         return engine, links
 
-    def _on_fault(self) -> None:
-        """A device that failed once is not trusted: not ready, so that nobody sends more."""
-        task = asyncio.ensure_future(self._health.set_ready(ready=False))
-        task.add_done_callback(lambda done: done.exception())
+    def _die(self) -> None:
+        """The engine cannot go on: end, so that whoever supervises this process starts it anew."""
+        self._died = True
+        self._stopping.set()
 
     async def _drain(self, engine: Engine, links: LinkServer) -> None:
         grace_s = self._settings.server.drain_grace_s
@@ -217,7 +228,10 @@ def rpc_limits(settings: ServerSettings) -> RpcLimits:
 
 
 def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
-    """Run a service process; return its exit status. Configuration errors raise ConfigError."""
+    """Run a service process; return its exit status: 0 after a drain, 1 when the engine died.
+
+    Raises ConfigError when it cannot start.
+    """
     instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
     configure_logging(side.name, instance_id, settings.telemetry.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -227,5 +241,9 @@ def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
     async def run() -> None:
         await ServiceProcess(settings, side).run()
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except InternalError as error:
+        logger.critical("ended on a fault", extra={"error": str(error)})
+        return 1
     return 0

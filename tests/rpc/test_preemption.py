@@ -42,6 +42,7 @@ async def texts(num_pages: int, num_sessions: int, steps: int):
             if kind != "verdict":
                 continue
             script = scripts[result.session_id]
+            assert result.timing.cached_tokens < result.before.confirmed_len
             script.committed(result.verdict.tokens)
             if len(script.tokens) < 5 + steps:
                 await link.send(script.verify(steps=4))

@@ -24,8 +24,8 @@ from protos.specmesh.v1 import (
 from specmesh import rpc, wire
 from specmesh.config import DraftSettings, ServerSettings, TargetSettings, TlsSettings
 from specmesh.engine import serving
-from specmesh.engine.decoder import StepBatch, load_decoder
-from specmesh.errors import ConfigError, PermissionDenied
+from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
+from specmesh.errors import ConfigError, InternalError, NotReady, PermissionDenied
 from specmesh.shaping import TokenShaper
 from target_service import __main__ as target_main
 from tests.e2e.tiny_pair import write_pair
@@ -111,6 +111,29 @@ async def test_a_session_that_does_not_end_is_cut_off_after_the_grace(pair) -> N
         while await link.stream.read() is not grpc.aio.EOF:
             pass
     await running
+
+
+async def test_a_lost_device_ends_the_process_with_a_fault(pair, monkeypatch) -> None:
+    """The accelerator's own error: links end with NOT_READY, run() raises, so status 1."""
+    settings = settings_of(TargetSettings, pair[0])
+    process, running = await started(settings, target_main.side_of(settings))
+
+    def lost(self, batch, cache):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    async with rpc.create_channel(f"127.0.0.1:{process.port}", LIMITS) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        info = (await stub.GetInfo(target_pb2.TargetServiceGetInfoRequest())).info
+        link = Peer("target", channel)
+        script = Script("target", "s", list(PROMPT))
+        await link.call(script.open(vocab_hash=info.vocab_hash))
+        monkeypatch.setattr(Decoder, "forward", lost)
+        await link.send(script.verify())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await link.stream.read()
+        assert type(rpc.error_from_rpc(caught.value)) is NotReady
+    with pytest.raises(InternalError):
+        await running
 
 
 async def test_a_real_decoder_behind_the_services_equals_a_cold_pass(pair) -> None:

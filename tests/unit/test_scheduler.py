@@ -203,3 +203,21 @@ def test_shared_pages_are_copied_before_they_are_written() -> None:
     assert session.block_table[1] != shared[1]
     assert step.segments[0].start == 6
     assert session.num_published == 1
+
+
+def test_reused_tokens_are_counted_once_however_often_pages_were_asked_for() -> None:
+    """A command that waits tries again every pass; what it finds in the cache counts once."""
+    bench = Bench(num_pages=6)
+    first = bench.task(8).session
+    bench.step()
+    bench.scheduler.publish(first)
+    bench.scheduler.release(first)
+    holder = bench.task(12).session
+    bench.step()
+    waiting = bench.task(17, first_token=-1)  # its own prefix starts like the first one's
+    assert waiting.session.ledger.tokens[:8] == first.ledger.tokens
+    for _ in range(3):
+        assert bench.step() == []
+    bench.scheduler.release(holder)
+    assert bench.step() == [(2, 8, 17, 1)]
+    assert waiting.cached_tokens == 8
