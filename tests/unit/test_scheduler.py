@@ -212,7 +212,7 @@ def test_reused_tokens_are_counted_once_however_often_pages_were_asked_for() -> 
     bench.step()
     bench.scheduler.publish(first)
     bench.scheduler.release(first)
-    holder = bench.task(12).session
+    holder = bench.task(9).session
     bench.step()
     waiting = bench.task(17, first_token=-1)  # its own prefix starts like the first one's
     assert waiting.session.ledger.tokens[:8] == first.ledger.tokens
