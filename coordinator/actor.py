@@ -52,6 +52,8 @@ def bind_deployment(settings: CoordinatorSettings) -> Any:
         name=DEPLOYMENT,
         num_replicas=ray_settings.num_replicas,
         max_ongoing_requests=16,
+        # A constructor fails on what time does not heal: a taken port, another model.
+        max_constructor_retry_count=1,
         ray_actor_options={
             "num_cpus": ray_settings.num_cpus,
             "num_gpus": 0,

@@ -72,6 +72,7 @@ def start_ray(settings: RaySettings) -> None:
         folder = settings.temp_dir or Path(tempfile.gettempdir()) / f"specmesh-ray-{os.getuid()}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ray.init(
+            address="local",  # never another instance that happens to run here
             num_cpus=max(1, settings.num_replicas),
             num_gpus=0,
             resources={SLOT: settings.num_replicas},
@@ -95,7 +96,18 @@ def deploy(settings: CoordinatorSettings) -> None:
     try:
         serve.run(bind_deployment(settings), name=APP_NAME, route_prefix=None, blocking=False)
     except RuntimeError as error:
-        raise ConfigError(f"no replica could start: {error}", field="ray") from error
+        raise ConfigError(f"no replica could start: {_cause(error)}") from error
+
+
+def _cause(error: RuntimeError) -> str:
+    """What the constructor raised: the last line that names one of our errors, else Serve's own."""
+    from ray import serve
+
+    application = serve.status().applications.get(APP_NAME)
+    deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
+    lines = deployment.message.splitlines() if deployment is not None else []
+    own = [line for line in lines if line.startswith("specmesh.errors.")]
+    return own[-1].partition(": ")[2] if own else str(error)
 
 
 async def run_on_ray(

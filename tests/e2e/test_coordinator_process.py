@@ -1,0 +1,195 @@
+"""`python -m coordinator` as a process, with and without Ray: ready, serving, drained, codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from specmesh.client import AsyncClient, Chunk, GenerateOptions
+from specmesh.rpc import READINESS, RpcLimits, create_channel
+from specmesh.tokenizer import load_tokenizer
+from tests.e2e.stack import VOCAB_SIZE, model_info
+from tests.rpc import peers
+from tests.rpc.fake_model import PrefixDecoder
+
+PROMPT = [1, 2, 3]
+START_S = 120.0  # Ray takes seconds to start, on a busy machine many
+END_S = 60.0
+
+
+def make_tokenizer(folder: Path) -> int:
+    """Write a byte-level tokenizer of VOCAB_SIZE letters; return its vocabulary hash."""
+    letters = {chr(ord("a") + index): index for index in range(VOCAB_SIZE)}
+    backend = FastTokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder).vocab_hash
+
+
+@asynccontextmanager
+async def services(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **draft: Any
+) -> AsyncIterator[list[str]]:
+    """A target and a draft of this process; yields the coordinator's flags for them."""
+    vocab_hash = make_tokenizer(folder)
+    monkeypatch.setattr(peers, "VOCAB_HASH", vocab_hash)
+    async with (
+        peers.running("target", PrefixDecoder(VOCAB_SIZE)) as target,
+        peers.running("draft", PrefixDecoder(VOCAB_SIZE, seed=1)) as drafting,
+    ):
+        target.state.set_ready(model_info(target, "a"), target.links)
+        drafting.state.set_ready(model_info(drafting, "b", **draft), drafting.links)
+        yield [
+            *("--tokenizer", str(folder)),
+            *("--targets", target.address),
+            *("--drafts", drafting.address),
+        ]
+
+
+@asynccontextmanager
+async def coordinator(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The process; whatever happens it is ended, with everything that it started."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator", *flags,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.communicate()
+
+
+async def wait_ready(address: str, process: asyncio.subprocess.Process) -> None:
+    """Until grpc.health.v1 says SERVING; fails when the process ends first."""
+    channel = create_channel(address, RpcLimits())
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=READINESS)
+    try:
+        async with asyncio.timeout(START_S):
+            while True:
+                if process.returncode is not None:
+                    output, _ = await process.communicate()
+                    raise AssertionError(f"the coordinator ended: {output.decode()[-2000:]}")
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await stub.Check(request, timeout=1.0)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                await asyncio.sleep(0.05)
+    finally:
+        await channel.close()
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """A folder with a short name: Ray keeps sockets in it, whose paths have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="sm-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("mode", ["plain", "ray"])
+async def test_serves_and_drains(
+    mode: str, tmp_path: Path, ray_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM in the middle of a stream: every token still arrives, then the process exits with 0
+    and leaves nothing behind. The same with Ray around the replica."""
+    port = free_port()
+    ray_flags = ["--no-ray"] if mode == "plain" else []
+    async with services(tmp_path / "tokenizer", monkeypatch) as flags:
+        own = ["--server.port", str(port), "--ray.temp-dir", ray_folder]
+        async with coordinator(*flags, *own, *ray_flags) as process:
+            address = f"127.0.0.1:{port}"
+            await wait_ready(address, process)
+            options = GenerateOptions(seed=3, max_tokens=60, ignore_eos=True, num_draft_tokens=2)
+            async with AsyncClient(address) as client:
+                wanted = (await client.generate(PROMPT, options)).token_ids[0]
+                found: list[int] = []
+                async for event in client.stream(PROMPT, options):
+                    if isinstance(event, Chunk):
+                        if not found:
+                            process.send_signal(signal.SIGTERM)
+                        found.extend(event.token_ids)
+            assert len(wanted) == 60
+            assert found == wanted
+            async with asyncio.timeout(END_S):
+                output, _ = await process.communicate()
+            assert process.returncode == 0, output.decode()[-2000:]
+            assert b"Traceback" not in output
+
+
+async def test_sigterm_before_any_target_is_there(tmp_path: Path) -> None:
+    """A coordinator that still waits for its targets listens, is not ready, and ends with 0."""
+    make_tokenizer(tmp_path / "tokenizer")
+    port = free_port()
+    nowhere = f"127.0.0.1:{free_port()}"
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--targets", nowhere, "--drafts", nowhere]
+    async with coordinator(*flags, "--server.port", str(port), "--no-ray") as process:
+        channel = create_channel(f"127.0.0.1:{port}", RpcLimits())
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=READINESS)
+        answer = await stub.Check(request, timeout=START_S, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await channel.close()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(END_S):
+            await process.communicate()
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["plain", "ray"])
+async def test_mismatched_draft_is_refused_at_start(
+    mode: str, tmp_path: Path, ray_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another vocabulary at the draft: exit code 2 and one line that says what differs."""
+    ray_flags = ["--no-ray"] if mode == "plain" else ["--ray.temp-dir", ray_folder]
+    port = str(free_port())
+    async with (
+        services(tmp_path / "tokenizer", monkeypatch, eos_token_ids=[1]) as flags,
+        coordinator(*flags, "--server.port", port, *ray_flags) as process,
+        asyncio.timeout(START_S),
+    ):
+        output, _ = await process.communicate()
+    assert process.returncode == 2, output.decode()[-2000:]
+    last = output.decode().strip().splitlines()[-1]
+    assert last.startswith("coordinator: ")
+    assert "eos_token_ids" in last
+
+
+async def test_configuration_errors_exit_with_2(tmp_path: Path) -> None:
+    """An unknown flag and a folder without a tokenizer are named at once."""
+    for flags, word in (
+        (["--tokenizer", str(tmp_path), "--no-such-flag", "1"], "no-such-flag"),
+        (["--tokenizer", str(tmp_path), "--no-ray"], "tokenizer.json"),
+    ):
+        async with coordinator(*flags) as process:
+            async with asyncio.timeout(START_S):
+                output, _ = await process.communicate()
+        assert process.returncode == 2
+        assert word in output.decode().strip().splitlines()[-1]
