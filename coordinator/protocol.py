@@ -103,11 +103,15 @@ def _everywhere(stage: Stage) -> dict[type, Transition]:
     }
 
 
-_PLACEMENT: Final[Mapping[type, Transition]] = {
-    TargetPlaced: _to("_target_placed_aside", _DRAFTING, _DECIDING),
-    TargetUnplaced: _to("_target_unplaced", _DRAFTING, _DECIDING, _DONE),
-}
-_ANSWERED = (_PREFILLING, *_ROUND, _DECIDING, _DONE)
+def _placement(stage: Stage) -> dict[type, Transition]:
+    """A target lost while the round waits for something else is sought beside it."""
+    return {
+        TargetPlaced: _to("_target_placed_aside", stage),
+        TargetUnplaced: _to("_target_unplaced", stage, _DONE),
+    }
+
+
+_ANSWERED = (*_ROUND, _DECIDING, _DONE)
 
 TRANSITIONS: Final[Mapping[Stage, Mapping[type, Transition]]] = {
     _NEW: {Begin: _to("_begin", _PLACING, _DONE), Cancel: _to("_cancel", _DONE)},
@@ -116,12 +120,15 @@ TRANSITIONS: Final[Mapping[Stage, Mapping[type, Transition]]] = {
         TargetPlaced: _to("_target_placed", _PLACING, _PREFILLING, _DRAFTING, _VERIFYING),
         TargetUnplaced: _to("_target_unplaced", _PLACING, _DONE),
     },
-    _PREFILLING: {**_everywhere(_PREFILLING), TargetReply: _to("_target_replied", *_ANSWERED)},
-    _DRAFTING: {**_everywhere(_DRAFTING), **_PLACEMENT},
+    _PREFILLING: {
+        **_everywhere(_PREFILLING),
+        TargetReply: _to("_target_replied", _PREFILLING, *_ANSWERED),
+    },
+    _DRAFTING: {**_everywhere(_DRAFTING), **_placement(_DRAFTING)},
     _VERIFYING: {**_everywhere(_VERIFYING), TargetReply: _to("_target_replied", *_ANSWERED)},
     _DECIDING: {
         **_everywhere(_DECIDING),
-        **_PLACEMENT,
+        **_placement(_DECIDING),
         Decided: _to("_decided", *_ROUND, _DONE),
         DecisionFailed: _to("_decision_failed", *_ROUND, _DONE),
     },

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from enum import Enum
+from pathlib import Path
 from typing import Any, get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import coordinator
 from coordinator import messages
 from coordinator.drafting import DRAFT_TRANSITIONS, DraftState
 from coordinator.messages import (
@@ -181,6 +183,24 @@ def test_tables_are_complete() -> None:
     assert not DRAFT_TRANSITIONS[DraftState.OFF]
     reachable = {nxt for rows in TRANSITIONS.values() for row in rows.values() for nxt in row.next}
     assert reachable == set(Stage) - {Stage.NEW}
+
+
+def rendered(table: Any) -> list[str]:
+    """A table as the README shows it: a line per state and event, next states in order."""
+    return [
+        f"| {state.value} | {event.__name__} | "
+        f"{', '.join(each.value for each in type(state) if each in row.next)} |"
+        for state, rows in table.items() if state is not Stage.DONE
+        for event, row in rows.items()
+    ]
+
+
+def test_readme_shows_the_tables() -> None:
+    """The README's tables are the code's, line by line."""
+    readme = (Path(coordinator.__file__).parent / "README.md").read_text(encoding="utf-8")
+    shown = [line for line in readme.splitlines() if line.count("|") == 4]
+    for line in (*rendered(TRANSITIONS), *rendered(DRAFT_TRANSITIONS)):
+        assert line in shown, f"coordinator/README.md lacks: {line}"
 
 
 def test_same_events_give_the_same_actions() -> None:
