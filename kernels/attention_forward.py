@@ -25,6 +25,23 @@ from kernels.reference_attention import AttentionOptions
 from kernels.softmax_state import dot, finalize, weigh
 
 
+@triton.jit
+def _key_tile(k, k_tiles, batch, kv_head, first, num_keys, stride_t, stride_d,
+              BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              CUT: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """Keys [first, first + BLOCK_N) as a [BLOCK_D, BLOCK_N] tile, 0 past the end or head_dim."""
+    if DESCRIPTORS:
+        tile = k_tiles.load([batch.to(tl.int32), kv_head.to(tl.int32), first, 0])
+        return tile.reshape(BLOCK_N, BLOCK_D).T
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    at = k + tl.cast(first, tl.int64) * stride_t
+    at += keys[None, :] * stride_t + dims[:, None] * stride_d
+    if CUT or BLOCK_D != HEAD_DIM:
+        return tl.load(at, (first + keys < num_keys)[None, :] & (dims < HEAD_DIM)[:, None], 0.0)
+    return tl.load(at)
+
+
 @triton.jit(do_not_specialize=["window", "query_offset", "seed", "threshold"])
 def _forward_kernel(  # noqa: C901 - options are compile-time branches
     q, k, v, out, lse, bias, mask, cu_seqlens_q, cu_seqlens_k, k_tiles, v_tiles,
@@ -40,6 +57,7 @@ def _forward_kernel(  # noqa: C901 - options are compile-time branches
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, FOLDED: tl.constexpr,
     DROPOUT: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head; the tiles with most keys start first.
 
@@ -78,7 +96,6 @@ def _forward_kernel(  # noqa: C901 - options are compile-time branches
     q_tile = tl.load(q + local_q[:, None] * stride_qt + dims[None, :] * stride_qd, q_inside, 0.0)
     k += kv_head * stride_kh
     v += kv_head * stride_vh
-    k_local = local_k[None, :] * stride_kt + dims[:, None] * stride_kd
     v_local = local_k[:, None] * stride_vt + dims[None, :] * stride_vd
     if bias is not None:
         bias += (
@@ -113,17 +130,25 @@ def _forward_kernel(  # noqa: C901 - options are compile-time branches
             run_start, run_stop = full_low, full_high
         else:
             run_start, run_stop = full_high, high
+        last = run_start + (tl.cdiv(run_stop - run_start, BLOCK_N) - 1) * BLOCK_N
+        if AHEAD:
+            s_ahead = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            if run_start < run_stop:
+                k_tile = _key_tile(k, k_tiles, batch, kv_head, run_start, num_keys, stride_kt,
+                                   stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, run != 1, DESCRIPTORS)  # fmt: skip  # noqa: E501
+                s_ahead = dot(q_tile, k_tile, s_ahead, ORDERED)
         for first in tl.range(run_start, run_stop, BLOCK_N):
             keys = first + local_k
-            if DESCRIPTORS:
-                k_tile = k_tiles.load([batch.to(tl.int32), kv_head.to(tl.int32), first, 0])
-                k_tile = k_tile.reshape(BLOCK_N, BLOCK_D).T
-            elif run != 1 or BLOCK_D != HEAD_DIM:
-                k_inside = (keys < num_keys)[None, :] & (dims < HEAD_DIM)[:, None]
-                k_tile = tl.load(k + tl.cast(first, tl.int64) * stride_kt + k_local, k_inside, 0.0)
+            key_first = first
+            if AHEAD:  # the tensor cores take the next tile's scores while this one is weighed
+                s = s_ahead
+                key_first = tl.minimum(first + BLOCK_N, last)
+            k_tile = _key_tile(k, k_tiles, batch, kv_head, key_first, num_keys, stride_kt,
+                               stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, run != 1, DESCRIPTORS)  # fmt: skip  # noqa: E501
+            if AHEAD:
+                s_ahead = dot(q_tile, k_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), ORDERED)
             else:
-                k_tile = tl.load(k + tl.cast(first, tl.int64) * stride_kt + k_local)
-            s = dot(q_tile, k_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), ORDERED)
+                s = dot(q_tile, k_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), ORDERED)
             if not FOLDED:
                 s = s * scale
                 if SOFTCAP:
@@ -308,6 +333,6 @@ def launch_forward(
         SOFTCAP=options.softcap > 0.0, BOTTOM_RIGHT=options.query_offset is None,
         FOLDED=options.softcap == 0.0 and inputs.bias is None and scale > 0.0,
         DROPOUT=options.dropout_p > 0.0, DESCRIPTORS=descriptors is not None,
-        ORDERED=tiles.ordered, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        ORDERED=tiles.ordered, AHEAD=tiles.ahead, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out, lse

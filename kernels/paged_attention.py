@@ -4,9 +4,9 @@ One kernel for all of them, so that they share one numeric contract: scores are 
 by packed rows (query x group of heads), every 256-token leaf starts from the empty state, leaves
 fold ascending into 1024-token chunks and chunks ascending into the total. A launch may give a
 program a leaf, a chunk or the whole sequence; the bits are the same, and verifying k+1 tokens gives
-the bits of k+1 decodes. Tiles are transposed (keys are the long side of the tensor-core shape), so
-that few query rows waste nothing and K and V feed the tensor cores from shared memory. Must not
-know sampling, block pools or schedules. Prefill's wrapper is `paged_prefill`.
+the bits of k+1 decodes. Few query rows leave most of a 64-row tensor-core tile idle: that costs
+nothing while memory is the bound, and rows stay in their own warps. Must not know sampling, block
+pools or schedules. Prefill's wrapper is `paged_prefill`.
 
 Specification: `reference_attention.paged_attention`.
 """
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
@@ -43,8 +44,18 @@ class Split(IntEnum):
 
 
 @triton.jit
+def _load_state(m_at, l_at, u_at, rows, seen, BLOCK_D: tl.constexpr):
+    """The states of a vector of rows in scratch memory; empty where `seen` is False."""
+    dims = tl.arange(0, BLOCK_D)
+    m = tl.load(m_at + rows, seen, float("-inf"))
+    l = tl.load(l_at + rows, seen, 0.0)  # noqa: E741
+    u = tl.load(u_at + (rows[:, None] * BLOCK_D + dims[None, :]), seen[:, None], 0.0)
+    return m, l, u
+
+
+@triton.jit
 def _paged_kernel(  # noqa: C901 - options are compile-time branches
-    q, k_pool, v_pool, block_tables, cu_seqlens_q, context_lens,
+    q, k_pool, v_pool, k_pages, v_pages, block_tables, cu_seqlens_q, context_lens,
     out, lse, part_m, part_l, part_u,
     scale, softcap, window,
     stride_qt, stride_qh, stride_ot, stride_oh,
@@ -52,7 +63,8 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     num_splits, num_row_tiles,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ORDERED: tl.constexpr, LEAF: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    LEAF: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns."""
     split = tl.program_id(0)
@@ -66,86 +78,141 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
         return
     rows = first_row + tl.arange(0, ROWS)
     query = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
     position = context_len - q_len + query
     first_position = context_len - q_len + first_row // GROUP
     last_query = tl.minimum(q_len - 1, (first_row + ROWS - 1) // GROUP)
+    last_position = context_len - q_len + last_query
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-    end = tl.minimum(context_len, context_len - q_len + last_query + 1)
+    end = tl.maximum(tl.minimum(context_len, last_position + 1), 0)
     if SPLIT != 0:
         begin = tl.maximum(begin, split * SPLIT)
         end = tl.minimum(end, (split + 1) * SPLIT)
         if begin >= end:
             return  # no row of this tile sees a key of this split: nobody reads its partial
+    # Tiles that every row sees whole need no mask: between the window's edge and causality's.
+    whole_begin = begin
+    whole_end = tl.minimum(end, tl.maximum(first_position + 1, 0) // TILE * TILE)
+    if WINDOW:
+        edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE) * TILE
+        whole_begin = tl.minimum(tl.maximum(edge, begin), tl.cdiv(end, TILE) * TILE)
+    whole_end = tl.maximum(whole_end, whole_begin)
     dims = tl.arange(0, BLOCK_D)
     tokens = tl.arange(0, TILE)
     live = query < q_len
-    q_at = (q_start + query).to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    inside = live[None, :] & (dims < HEAD_DIM)[:, None]
-    q_tile = tl.load(q + q_at[None, :] + dims[:, None], inside, 0.0)
+    row_inside = live[:, None] & (dims < HEAD_DIM)[None, :]
+    # Scalar 64-bit bases and 32-bit offsets inside the tile: vectors of pointers cost registers.
+    first_token = (q_start + first_row // GROUP).to(tl.int64)
+    own_rows = tl.arange(0, ROWS)
+    local_query = query - first_row // GROUP
+    q += first_token * stride_qt + (kv_head * GROUP).to(tl.int64) * stride_qh
+    q_at = local_query * stride_qt + rows % GROUP * stride_qh
+    q_tile = tl.load(q + (q_at[:, None] + dims[None, :]), row_inside, 0.0)
     block_tables += seq.to(tl.int64) * stride_table
     k_pool += kv_head.to(tl.int64) * stride_kh
     v_pool += kv_head.to(tl.int64) * stride_vh
+    # Scratch of this program: its partial, or the running total of the sequence's whole chunks.
+    part = (seq.to(tl.int64) * num_splits + split) * tl.num_programs(1) + kv_head
+    part = part * (num_row_tiles * ROWS) + first_row
+    part_m += part
+    part_l += part
+    part_u += part * BLOCK_D
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    u = tl.zeros([BLOCK_D, ROWS], tl.float32)
-    chunk_m, chunk_l, chunk_u = m, l, u
-    total_m, total_l, total_u = m, l, u
-    for first in tl.range(begin, end, TILE):
-        keys = first + tokens
-        if PAGE % TILE == 0:  # one page holds the tile
-            page = tl.load(block_tables + first // PAGE).to(tl.int64)
-            k_at = page * stride_kp + (first % PAGE + tokens) * stride_kt
-            v_at = page * stride_vp + (first % PAGE + tokens) * stride_vt
+    u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    # A span is a chunk, or the leaf of a launch that splits by leaf.
+    first_span = begin // CHUNK * CHUNK
+    for span in tl.range(first_span, end, CHUNK):
+        chunk_m = tl.full([ROWS], float("-inf"), tl.float32)
+        chunk_l = tl.zeros([ROWS], tl.float32)
+        chunk_u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        # Three runs of tiles: cut by the window, whole, cut by causality or the context's end.
+        for run in tl.static_range(0 if WINDOW else 1, 3):
+            if run == 0:
+                run_begin, run_end = begin, tl.minimum(whole_begin, end)
+            elif run == 1:
+                run_begin, run_end = whole_begin, whole_end
+            else:
+                run_begin, run_end = whole_end, end
+            run_begin = tl.maximum(run_begin, span)
+            run_end = tl.minimum(run_end, span + CHUNK)
+            page = 0
+            if PAGE % TILE == 0 and run_begin < run_end:
+                page = tl.load(block_tables + run_begin // PAGE)
+            for first in tl.range(run_begin, run_end, TILE):
+                if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other not
+                    if first % LEAF == 0:
+                        chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
+                        m = tl.full([ROWS], float("-inf"), tl.float32)
+                        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+                keys = first + tokens
+                if PAGE % TILE == 0:  # one page holds the tile; its number loads a tile ahead
+                    this_page = page
+                    page = tl.load(block_tables + tl.minimum(first + TILE, end - 1) // PAGE)
+                if DESCRIPTORS:
+                    at = [this_page, kv_head, first % PAGE, 0]
+                    k_tile = k_pages.load(at).reshape(TILE, BLOCK_D)
+                    v_tile = v_pages.load(at).reshape(TILE, BLOCK_D)
+                else:
+                    if PAGE % TILE == 0:
+                        token = tl.full([TILE], 0, tl.int64) + this_page
+                    else:
+                        token = tl.load(block_tables + keys // PAGE, keys < context_len, 0)
+                        token = token.to(tl.int64)
+                    inside = (keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :]
+                    k_at = token * stride_kp + (keys % PAGE) * stride_kt
+                    k_tile = tl.load(k_pool + k_at[:, None] + dims[None, :], inside, 0.0)
+                    v_at = token * stride_vp + (keys % PAGE) * stride_vt
+                    v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], inside, 0.0)
+                s = dot(q_tile, k_tile.T, tl.zeros([ROWS, TILE], tl.float32), ORDERED) * scale
+                if SOFTCAP:
+                    s = softcap * tanh(s / softcap)
+                s = s * 1.4426950408889634  # log2 e
+                if run != 1:
+                    visible = keys[None, :] <= position[:, None]
+                    if WINDOW:
+                        visible &= keys[None, :] > position[:, None] - window
+                    s = tl.where(visible, s, float("-inf"))
+                    # Unwritten slots of the last page may hold anything, and 0 x NaN is NaN.
+                    v_tile = tl.where((keys < context_len)[:, None], v_tile, 0.0)
+                m, l, decay, weights = weigh(m, l, s, 1.0, 1)  # noqa: E741
+                # On a new leaf decay is 0, which clears u (to +0): a reset would stall the product.
+                u = dot(weights.to(v_tile.dtype), v_tile, u * decay[:, None] + 0.0, ORDERED)
+        if SPLIT != LEAF:
+            chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
+            m = tl.full([ROWS], float("-inf"), tl.float32)
+            l = tl.zeros([ROWS], tl.float32)  # noqa: E741
         else:
-            page = tl.load(block_tables + keys // PAGE, keys < context_len, 0).to(tl.int64)
-            k_at = page * stride_kp + (keys % PAGE) * stride_kt
-            v_at = page * stride_vp + (keys % PAGE) * stride_vt
-        # Unwritten slots of the last page may hold anything: 0 x NaN is NaN, so they load as 0.
-        loadable = (keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :]
-        k_tile = tl.load(k_pool + k_at[:, None] + dims[None, :], loadable, 0.0)
-        s = dot(k_tile, q_tile, tl.zeros([TILE, ROWS], tl.float32), ORDERED) * scale
-        if SOFTCAP:
-            s = softcap * tanh(s / softcap)
-        s = s * 1.4426950408889634  # log2 e
-        visible = keys[:, None] <= position[None, :]
-        if WINDOW:
-            visible &= keys[:, None] > position[None, :] - window
-        s = tl.where(visible, s, float("-inf"))
-        m, l, decay, weights = weigh(m, l, s, 1.0, 0)  # noqa: E741
-        v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], loadable, 0.0)
-        u = dot(v_tile.T, weights.to(v_tile.dtype), u * decay[None, :], ORDERED)
-        if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other is not
-            if (first + TILE) % LEAF == 0:
-                chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 0)
-                m = tl.full([ROWS], float("-inf"), tl.float32)
-                l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-                u = tl.zeros([BLOCK_D, ROWS], tl.float32)
-                if SPLIT == 0:  # noqa: SIM102
-                    if (first + TILE) % CHUNK == 0:
-                        total_m, total_l, total_u = merge(
-                            total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 0
-                        )
-                        chunk_m, chunk_l, chunk_u = m, l, u
-    if SPLIT != LEAF:
-        m, l, u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 0)  # noqa: E741
+            chunk_m, chunk_l, chunk_u = m, l, u
+        if SPLIT == 0:
+            # The total would cost a third accumulator: it waits in scratch memory.
+            total_m, total_l, total_u = _load_state(
+                part_m, part_l, part_u, own_rows, live & (span > first_span), BLOCK_D
+            )
+            chunk_m, chunk_l, chunk_u = merge(
+                total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 1
+            )
+            tl.debug_barrier()  # every thread has read before any overwrites
+        tl.store(part_m + own_rows, chunk_m, live)
+        tl.store(part_l + own_rows, chunk_l, live)
+        part_at = own_rows[:, None] * BLOCK_D + dims[None, :]
+        tl.store(part_u + part_at, chunk_u, live[:, None])
+        if SPLIT == 0:
+            tl.debug_barrier()
     if SPLIT == 0:
-        m, l, u = merge(total_m, total_l, total_u, m, l, u, 0)  # noqa: E741
-        result, row_lse = finalize(m, l, u, 0)
-        inside = live[None, :] & (dims < HEAD_DIM)[:, None]
-        out_at = (q_start + query).to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-        tl.store(out + out_at[None, :] + dims[:, None], result.to(out.dtype.element_ty), inside)
-        lse_at = (q_start + query).to(tl.int64) * (tl.num_programs(1) * GROUP) + head
-        tl.store(lse + lse_at, row_lse, live)
-    else:
-        part = (tl.program_id(2) // num_row_tiles).to(tl.int64) * num_splits + split
-        part = (part * tl.num_programs(1) + kv_head) * (num_row_tiles * ROWS)
-        tl.store(part_m + part + rows, m)
-        tl.store(part_l + part + rows, l)
-        tl.store(part_u + (part + rows)[None, :] * BLOCK_D + dims[:, None], u)
+        m, l, u = _load_state(  # noqa: E741
+            part_m, part_l, part_u, own_rows, live & (end > 0), BLOCK_D
+        )
+        result, row_lse = finalize(m, l, u, 1)
+        out += first_token * stride_ot + (kv_head * GROUP).to(tl.int64) * stride_oh
+        out_at = local_query * stride_ot + rows % GROUP * stride_oh
+        result = result.to(out.dtype.element_ty)
+        tl.store(out + (out_at[:, None] + dims[None, :]), result, row_inside)
+        num_heads = tl.num_programs(1) * GROUP
+        lse += first_token * num_heads + kv_head * GROUP
+        tl.store(lse + local_query * num_heads + rows % GROUP, row_lse, live)
 
 
 @triton.jit
@@ -153,9 +220,12 @@ def _fold_kernel(
     part_m, part_l, part_u, cu_seqlens_q, context_lens, out, lse, window,
     stride_ot, stride_oh, num_splits, num_rows, num_row_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr,
 ):  # fmt: skip
-    """Fold the partial states of ROWS rows in the contract's order, then finalize them."""
+    """Fold the partial states of ROWS rows in the contract's order, then finalize them.
+
+    Four states load at a time, so that their latencies overlap; four leaves are one chunk.
+    """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1) // num_row_blocks
     first_row = (tl.program_id(1) % num_row_blocks) * ROWS
@@ -170,33 +240,34 @@ def _fold_kernel(
     head = kv_head * GROUP + rows % GROUP
     live = query < q_len
     position = context_len - q_len + query
-    last = tl.minimum(tl.max(tl.where(live, position, -1), 0), context_len - 1)
-    first_split = 0
+    last = tl.max(tl.where(live, position, -1), 0)
     row_first = tl.zeros([ROWS], tl.int32)
     if WINDOW:
         row_first = tl.maximum(position - window + 1, 0) // SPLIT
-        first_split = tl.min(row_first, 0)
     part = (seq.to(tl.int64) * num_splits * tl.num_programs(0) + kv_head) * num_rows
     split_stride = tl.num_programs(0).to(tl.int64) * num_rows
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    total_m, total_l, total_u = m, l, u
-    for split in tl.range(first_split, tl.cdiv(last + 1, SPLIT)):
-        # A split in which a row sees no key may not have been written for it.
-        seen = live & (split * SPLIT <= position) & (split >= row_first)
-        at = part + tl.cast(split, tl.int64) * split_stride + rows
-        part_state_m = tl.load(part_m + at, seen, float("-inf"))
-        part_state_l = tl.load(part_l + at, seen, 0.0)
-        part_state_u = tl.load(part_u + at[:, None] * BLOCK_D + dims[None, :], seen[:, None], 0.0)
-        m, l, u = merge(m, l, u, part_state_m, part_state_l, part_state_u, 1)  # noqa: E741
-        if SPLIT == CHUNK or (split + 1) % (CHUNK // SPLIT) == 0:
-            total_m, total_l, total_u = merge(total_m, total_l, total_u, m, l, u, 1)
-            m = tl.full([ROWS], float("-inf"), tl.float32)
-            l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-            u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    m, l, u = merge(total_m, total_l, total_u, m, l, u, 1)  # noqa: E741
+    for group in tl.range(tl.min(row_first, 0) // 4, tl.cdiv(last + 1, 4 * SPLIT)):
+        chunk_m = tl.full([ROWS], float("-inf"), tl.float32)
+        chunk_l = tl.zeros([ROWS], tl.float32)
+        chunk_u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for member in tl.static_range(4):
+            split = group * 4 + member
+            # A split in which a row sees no key may not have been written for it.
+            seen = live & (split * SPLIT <= position) & (split >= row_first)
+            at = part + tl.cast(split, tl.int64) * split_stride
+            m_b, l_b, u_b = _load_state(
+                part_m + at, part_l + at, part_u + at * BLOCK_D, rows, seen, BLOCK_D
+            )
+            if SPLIT == LEAF:
+                chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m_b, l_b, u_b, 1)
+            else:
+                m, l, u = merge(m, l, u, m_b, l_b, u_b, 1)  # noqa: E741
+        if SPLIT == LEAF:
+            m, l, u = merge(m, l, u, chunk_m, chunk_l, chunk_u, 1)  # noqa: E741
     result, row_lse = finalize(m, l, u, 1)
     inside = live[:, None] & (dims < HEAD_DIM)[None, :]
     out_at = (q_start + query).to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
@@ -224,6 +295,27 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, options: AttentionOptions)
         raise ValueError("paged attention takes no query_offset and no dropout")
 
 
+def _page_descriptors(
+    k_pool: Tensor, v_pool: Tensor, tiles: PagedTiles
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Bulk-copy descriptors of both pools, one tile of one head's page at a time, if possible.
+
+    They need tiles inside pages, an unpadded head_dim and 16-byte aligned strides.
+    """
+    page, head_dim = k_pool.shape[2:]
+    if not tiles.descriptors or page % tiles.tile or head_dim & (head_dim - 1):
+        return None
+    for pool in (k_pool, v_pool):
+        if pool.data_ptr() % 16 or any(s * pool.element_size() % 16 for s in pool.stride()[:3]):
+            return None
+    block = [1, 1, tiles.tile, head_dim]
+    k_pages, v_pages = (
+        TensorDescriptor(pool, list(pool.shape), list(pool.stride()), block)
+        for pool in (k_pool, v_pool)
+    )
+    return k_pages, v_pages
+
+
 def launch(
     q: Tensor,
     k_pool: Tensor,
@@ -248,15 +340,15 @@ def launch(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     if not q.numel():
         return out, lse
+    pages = _page_descriptors(k_pool, v_pool, tiles)
     row_tiles = triton.cdiv(batch.max_query_len * group, tiles.rows)
     num_splits = triton.cdiv(max(batch.max_context_len, 1), split) if split else 1
-    part_m = part_l = part_u = None
-    if split:
-        num_parts = num_seqs * num_splits * kv_heads * row_tiles * tiles.rows
-        part_m, part_l = q.new_empty((2, num_parts), dtype=torch.float32)
-        part_u = q.new_empty((num_parts, block_d), dtype=torch.float32)
+    num_parts = num_seqs * num_splits * kv_heads * row_tiles * tiles.rows
+    part_m, part_l = q.new_empty((2, num_parts), dtype=torch.float32)
+    part_u = q.new_empty((num_parts, block_d), dtype=torch.float32)
     _paged_kernel[(num_splits, kv_heads, num_seqs * row_tiles)](
-        q, k_pool, v_pool, batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
+        q, k_pool, v_pool, *(pages or (None, None)),
+        batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
         out, lse, part_m, part_l, part_u,
         options.scale_for(head_dim), options.softcap, options.window or 0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -264,7 +356,8 @@ def launch(
         num_splits, row_tiles,
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=tiles.rows,
         TILE=tiles.tile, SPLIT=int(split), WINDOW=options.window is not None,
-        SOFTCAP=options.softcap > 0.0, ORDERED=tiles.ordered, LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE,
+        SOFTCAP=options.softcap > 0.0, DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
+        LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if split:
@@ -275,7 +368,7 @@ def launch(
             options.window or 0, out.stride(0), out.stride(1), num_splits, row_tiles * tiles.rows,
             row_blocks,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=fold_rows, SPLIT=int(split),
-            WINDOW=options.window is not None, CHUNK=CHUNK_SIZE,
+            WINDOW=options.window is not None, LEAF=LEAF_SIZE,
             num_warps=tiles.fold_warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse

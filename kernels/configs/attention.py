@@ -23,7 +23,7 @@ class Tiles:
     """Block shape and launch shape of one kernel.
 
     block_m rows (queries), block_n keys. descriptors: load K and V tiles by bulk-copy descriptors
-    where the layout allows. ordered: sum products one by one (tests of bit-equality in the
+    where the layout allows. ahead: compute scores one tile ahead of their use. ordered: sum products one by one (tests of bit-equality in the
     interpreter, whose matrix product may depend on a row's place).
     """
 
@@ -32,6 +32,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 2
     descriptors: bool = False
+    ahead: bool = False
     ordered: bool = False
 
 
@@ -51,6 +52,7 @@ class PagedTiles:
     fold_rows: int = 4
     fold_warps: int = 4
     min_programs: int = 256
+    descriptors: bool = False
     ordered: bool = False
 
 
@@ -95,9 +97,8 @@ _BACKWARD_FALLBACK = Tiles(32, 32, num_warps=4, num_stages=1)
 # (architecture, padded head_dim) -> (verify and decode, prefill). One tile per architecture and
 # head_dim: the two share their bits.
 _PAGED: dict[tuple[str, int], tuple[PagedTiles, PagedTiles]] = {
-    ("sm_90", 64): (PagedTiles(64, 32), PagedTiles(64, 32)),
-    ("sm_90", 128): (PagedTiles(64, 32), PagedTiles(64, 32)),
-    ("sm_90", 256): (PagedTiles(64, 32, num_stages=2), PagedTiles(64, 32, num_stages=2)),
+    ("sm_90", 64): (PagedTiles(64, 64, descriptors=True), PagedTiles(64, 64, descriptors=True)),
+    ("sm_90", 128): (PagedTiles(64, 64, descriptors=True), PagedTiles(64, 64, descriptors=True)),
 }
 _PAGED_CPU = (PagedTiles(32, 16, min_programs=4), PagedTiles(32, 64, min_programs=4))
 _PAGED_FALLBACK = (PagedTiles(64, 32, num_stages=1), PagedTiles(64, 32, num_stages=1))

@@ -20,8 +20,8 @@ from tests.kernels.accuracy import assert_as_accurate
 PLAIN = AttentionOptions()
 # The interpreter's matrix product may depend on a row's place in the tile; the GPU's does not.
 ORDERED = not torch.cuda.is_available()
-TILES = PagedTiles(32, 16, ordered=ORDERED) if ORDERED else PagedTiles(64, 32)
-WIDE_TILES = replace(TILES, rows=64) if ORDERED else replace(TILES, rows=16)
+TILES = PagedTiles(32, 16, ordered=True) if ORDERED else PagedTiles(64, 64)
+WIDE_TILES = replace(TILES, rows=64) if ORDERED else replace(TILES, rows=128, num_warps=8)
 
 
 class Pages:
@@ -85,7 +85,8 @@ def check(pages: Pages, q: Tensor, query_lens: list[int], options: AttentionOpti
     out, lse = call(q.to(pages.device), *pools, batch, options)
     # Plain PyTorch multiplies unwritten slots by 0, so it gets clean pools.
     clean = [torch.nan_to_num(pool) for pool in (pages.k_pool, pages.v_pool)]
-    plain, _ = reference.paged_attention(q, *clean, cpu(batch), options)
+    local = [t.to(pages.device) for t in (q, *clean)]
+    plain, _ = reference.paged_attention(*local, batch, options)
     exact, exact_lse = reference.paged_attention(
         q.double(), *(pool.double() for pool in clean), cpu(batch), options
     )
@@ -174,6 +175,8 @@ def test_splits_do_not_change_bits(device: str) -> None:
     for window in (None, 400):
         options = AttentionOptions(window=window)
         results = [launch(q, *pools, batch, options, split, TILES) for split in Split]
+        copied = replace(TILES, descriptors=True)  # bulk copies in place of pointers
+        results.append(launch(q, *pools, batch, options, Split.CHUNK, copied))
         for out, lse in results[1:]:
             assert torch.equal(out, results[0][0])
             assert torch.equal(lse, results[0][1])

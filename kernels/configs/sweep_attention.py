@@ -1,0 +1,180 @@
+"""Offline sweep that fills `configs/attention.py`: `python -m kernels.configs.sweep_attention`.
+
+Compiles every candidate in parallel processes (the disk cache carries the binaries over), times
+each on the named shape of its kernel, and prints the table sorted by time; `--json FILE` keeps it.
+A person copies the winners into the table: nothing here runs while serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import bench_attention as cases
+from kernels.attention_backward import Saved, _launch_key_value, _launch_query, _row_values
+from kernels.attention_forward import Inputs, launch_forward
+from kernels.bench import time_calls
+from kernels.configs.attention import PagedTiles, Tiles
+from kernels.paged_attention import Split, launch
+from kernels.reference_attention import AttentionOptions
+
+CAUSAL = AttentionOptions(causal=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration of one kernel on one named shape."""
+
+    shape: str
+    tiles: Tiles | PagedTiles
+    split: Split | None = None
+
+
+def _dense(shape: str) -> list[Candidate]:
+    blocks = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4),
+              (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4)]  # fmt: skip
+    return [
+        Candidate(shape, Tiles(*block, descriptors=descriptors, ahead=ahead))
+        for ahead in (True, False)
+        for descriptors in (True, False)
+        for block in blocks
+    ]
+
+
+def _backward(shape: str) -> list[Candidate]:
+    key_value = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3)]
+    query = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 2)]
+    blocks = key_value if shape == "P8k-dkv" else query
+    return [Candidate(shape, Tiles(*block, descriptors=True)) for block in blocks]
+
+
+def _paged(shape: str, splits: tuple[Split, ...]) -> list[Candidate]:
+    tiles = [
+        PagedTiles(tile, 64, 4, stages, fold_rows=fold_rows, descriptors=True)
+        for tile, stages in ((64, 2), (64, 3), (32, 4))
+        for fold_rows in (1, 4, 16)
+    ] + [PagedTiles(64, 64, 4, 3)]
+    if shape == "P-off-paged":
+        blocks = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3))
+        tiles = [PagedTiles(64, *block, descriptors=True) for block in blocks]
+    return [Candidate(shape, t, split) for split in splits for t in tiles]
+
+
+def candidates(names: list[str]) -> list[Candidate]:
+    everything = {
+        "P8k": _dense("P8k"),
+        "P-off": _dense("P-off"),
+        "P8k-dkv": _backward("P8k-dkv"),
+        "P8k-dq": _backward("P8k-dq"),
+        "V64": _paged("V64", (Split.SEQUENCE, Split.CHUNK)),
+        "D64": _paged("D64", (Split.SEQUENCE, Split.CHUNK)),
+        "V1": _paged("V1", (Split.CHUNK, Split.LEAF)),
+        "P-off-paged": _paged("P-off-paged", (Split.SEQUENCE,)),
+    }
+    return [candidate for name in names or everything for candidate in everything[name]]
+
+
+SHAPES = {
+    "P8k": cases.PREFILL,
+    "P8k-dkv": cases.PREFILL,
+    "P8k-dq": cases.PREFILL,
+    "P-off": cases.OFFSET,
+    "P-off-paged": cases.OFFSET,
+    "V64": cases.VERIFY,
+    "V1": cases.VERIFY_ALONE,
+    "D64": cases.DECODE,
+}
+
+
+def calls_for(candidate: Candidate, tensors: list[Any]) -> list[Callable[[], object]]:
+    """The candidate's launch on each set of tensors."""
+    tiles = candidate.tiles
+    if isinstance(tiles, PagedTiles):
+        split = candidate.split or Split.SEQUENCE
+        return [lambda t=t: launch(*t, CAUSAL, split, tiles) for t in tensors]
+    if candidate.shape in ("P8k-dkv", "P8k-dq"):
+        key_value = candidate.shape == "P8k-dkv"
+        own = _launch_key_value if key_value else _launch_query
+        calls = []
+        for q, k, v in tensors:
+            inputs = Inputs(q, k, v)
+            rows = _row_values(q, inputs, Saved(*launch_forward(inputs, CAUSAL)))
+            results = (torch.empty_like(k), torch.empty_like(v)) if key_value else (q.clone(), None)
+            calls.append(lambda i=inputs, r=rows, o=results: own(i, r, o, CAUSAL, tiles))
+        return calls
+    return [lambda t=t: launch_forward(Inputs(*t), CAUSAL, tiles) for t in tensors]
+
+
+def tensors_for(name: str, num_sets: int) -> list[Any]:
+    shape = SHAPES[name]
+    if name in ("V64", "V1", "D64", "P-off-paged"):
+        return [cases.paged_tensors(shape, seed) for seed in range(num_sets)]
+    return [shape.tensors(seed) for seed in range(num_sets)]
+
+
+def _compile(candidate: Candidate) -> None:
+    try:
+        calls_for(candidate, tensors_for(candidate.shape, 1))[0]()
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - the timing process reports it
+        return
+
+
+def time_candidates(chosen: list[Candidate]) -> list[dict[str, Any]]:
+    """Compile in parallel, then time one by one. A candidate that fails carries its error."""
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=16) as pool:
+        pool.map(_compile, chosen, chunksize=1)
+    results: list[dict[str, Any]] = []
+    loaded: tuple[str, list[Any]] = ("", [])
+    for candidate in chosen:
+        if loaded[0] != candidate.shape:
+            loaded = ("", [])
+            loaded = (
+                candidate.shape,
+                tensors_for(candidate.shape, 3 if candidate.shape == "V1" else 2),
+            )
+        result: dict[str, Any] = {"shape": candidate.shape, "tiles": asdict(candidate.tiles)}
+        if candidate.split is not None:
+            result["split"] = candidate.split.name
+        try:
+            calls = calls_for(candidate, loaded[1])
+            timing = time_calls(calls, graph=candidate.shape == "V1", num_samples=9)
+            result["median_ms"] = round(timing.median_ms, 5)
+        except Exception as error:  # noqa: BLE001 - one bad candidate must not end the sweep
+            result["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        results.append(result)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.configs.sweep_attention")
+    parser.add_argument("--only", default="", help="shapes, separated by commas; all by default")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--top", type=int, default=5, help="lines printed for each shape")
+    chosen = parser.parse_args()
+    names = [name for name in chosen.only.split(",") if name]
+    results = time_candidates(candidates(names))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+    for name in dict.fromkeys(result["shape"] for result in results):
+        own = [result for result in results if result["shape"] == name]
+        own.sort(key=lambda result: result.get("median_ms", float("inf")))
+        for result in own[: chosen.top]:
+            tiles = " ".join(f"{key}={value}" for key, value in result["tiles"].items())
+            shown = result.get("median_ms", result.get("error"))
+            sys.stdout.write(f"{name:<12} {shown} {result.get('split', '')} {tiles}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
