@@ -7,8 +7,10 @@ check every few seconds, and the destructor when the replica is to go.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -18,6 +20,8 @@ from coordinator.replica import CoordinatorReplica
 from specmesh.config import CoordinatorSettings
 from specmesh.errors import NotReady
 from specmesh.logs import configure_logging
+
+DRAIN_FILE_PERIOD_S = 0.25  # how soon a replica notices that it is to drain
 
 
 class CoordinatorActor:
@@ -29,6 +33,16 @@ class CoordinatorActor:
         configure_logging("coordinator", instance_id, settings.telemetry.log_level)
         self._replica = CoordinatorReplica(settings)
         await self._replica.start()
+        self._watch: asyncio.Task[None] | None = None
+        if settings.ray.drain_file is not None:
+            self._watch = asyncio.create_task(self._drain_on(settings.ray.drain_file))
+
+    async def _drain_on(self, file: Path) -> None:
+        """Drain once the file is there, then remove it. The pod is going: the actor just stays."""
+        while not file.exists():
+            await asyncio.sleep(DRAIN_FILE_PERIOD_S)
+        await self._replica.drain()
+        file.unlink(missing_ok=True)
 
     async def check_health(self) -> None:
         """Serve replaces a replica whose check raises. Missing targets are no reason to."""

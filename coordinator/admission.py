@@ -1,9 +1,9 @@
 """Who may run now, who waits, who is refused: bounded in both, before any work is done.
 
 Owns the counts of running and waiting samples. What does not fit gets TooBusy with a retry delay
-(RESOURCE_EXHAUSTED and RetryInfo on the wire). `Choice` is the hook for tenants: the default lets
-the tenant with the fewest running samples go first, in order of arrival among equals, so that one
-tenant's burst does not shut out another.
+(RESOURCE_EXHAUSTED and RetryInfo on the wire). A tenant at its own limit waits while others pass.
+`Choice` says who goes first: by default the tenant with the fewest running samples, in order of
+arrival among equals, so that one tenant's burst does not shut out another.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from coordinator.tenants import NO_LIMITS, TenantLimits
 from specmesh.config import AdmissionSettings
 from specmesh.errors import NotReady, TooBusy
 
 Choice = Callable[[Sequence[str], Mapping[str, int]], int]
+LimitsOf = Callable[[str], TenantLimits]
 
 
 def fewest_running_first(waiting: Sequence[str], running: Mapping[str, int]) -> int:
@@ -35,9 +37,7 @@ class _Waiter:
 class Admission:
     """Bounds of one coordinator replica. Event-loop only."""
 
-    def __init__(
-        self, settings: AdmissionSettings, choose: Choice = fewest_running_first
-    ) -> None:
+    def __init__(self, settings: AdmissionSettings, choose: Choice = fewest_running_first) -> None:
         self._settings = settings
         self._choose = choose
         self._running: Counter[str] = Counter()
@@ -73,10 +73,10 @@ class Admission:
     async def admit(self, tenant: str, num_samples: int) -> AsyncIterator[None]:
         """Hold a place for a request's samples, waiting for it if needed.
 
-        A request of more samples than may run at all counts as that many. Raises TooBusy when the
-        queue is full or the wait too long, NotReady while draining.
+        A request of more samples than may run at all, or than its tenant may run, counts as that
+        many. Raises TooBusy when the queue is full or the wait too long, NotReady while draining.
         """
-        places = min(num_samples, self._settings.max_running)
+        places = min(num_samples, self._settings.max_running, self._most_running(tenant))
         await self._enter(tenant, places)
         try:
             yield
@@ -90,11 +90,15 @@ class Admission:
     async def _enter(self, tenant: str, places: int) -> None:
         if self._is_closed:
             raise _draining()
-        if not self._waiters and self._fits(places):
+        if self._fits(places) and self._may_run(tenant, places) and not self._eligible():
             self._running[tenant] += places
             return
         if len(self._waiters) >= self._settings.max_waiting:
             raise self._too_busy(f"{len(self._waiters)} requests wait already")
+        most = self._limits_of(tenant).max_waiting
+        num_of_tenant = sum(waiter.tenant == tenant for waiter in self._waiters)
+        if most is not None and num_of_tenant >= most:
+            raise self._too_busy(f"{num_of_tenant} requests of this tenant wait already")
         waiter = _Waiter(tenant, places, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
@@ -110,8 +114,10 @@ class Admission:
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-        elif waiter.admitted.done() and not waiter.admitted.cancelled() and (
-            waiter.admitted.exception() is None
+        elif (
+            waiter.admitted.done()
+            and not waiter.admitted.cancelled()
+            and (waiter.admitted.exception() is None)
         ):
             # Admitted in the very moment it gave up: the place goes to the next.
             self._running[waiter.tenant] -= waiter.num_samples
@@ -120,10 +126,23 @@ class Admission:
     def _fits(self, places: int) -> bool:
         return self.num_running + places <= self._settings.max_running
 
+    def _most_running(self, tenant: str) -> int:
+        most = self._limits_of(tenant).max_running
+        return self._settings.max_running if most is None else most
+
+    def _may_run(self, tenant: str, places: int) -> bool:
+        """Whether the tenant's own limit allows it. A limit lowered meanwhile blocks nobody."""
+        running = self._running.get(tenant, 0)
+        return not running or running + places <= self._most_running(tenant)
+
+    def _eligible(self) -> list[_Waiter]:
+        """Those whom only the replica's own bound keeps waiting."""
+        return [each for each in self._waiters if self._may_run(each.tenant, each.num_samples)]
+
     def _serve(self) -> None:
-        while self._waiters:
-            tenants = [waiter.tenant for waiter in self._waiters]
-            chosen = self._waiters[self._choose(tenants, self._running)]
+        while eligible := self._eligible():
+            tenants = [waiter.tenant for waiter in eligible]
+            chosen = eligible[self._choose(tenants, self._running)]
             if not self._fits(chosen.num_samples):
                 return
             self._waiters.remove(chosen)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specmesh.config import CoordinatorSettings, RaySettings
+from specmesh.config import CoordinatorSettings, RaySettings, settings_from_environment
 from specmesh.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ def set_ray_environment() -> None:
 
 
 def build(settings: dict[str, Any]) -> Any:
-    """The Serve application for settings as JSON data: `import_path: coordinator.app:build`."""
+    """The Serve application of a Serve config: `import_path: coordinator.app:build`.
+
+    settings: its `args`; the environment of the node that builds the application wins over them.
+    Raises ConfigError.
+    """
     set_ray_environment()
     from coordinator.actor import bind_deployment
 
-    try:
-        checked = CoordinatorSettings.model_validate(settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return bind_deployment(checked)
+    return bind_deployment(settings_from_environment(CoordinatorSettings, settings))
 
 
 def start_ray(settings: RaySettings) -> None:

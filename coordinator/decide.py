@@ -63,7 +63,9 @@ class _LazyRows(Sequence[Tensor]):
     """Dense float32 rows [vocab_size], decoded on first use."""
 
     def __init__(
-        self, frames: Sequence[session_pb2.Distribution], vocab_size: int,
+        self,
+        frames: Sequence[session_pb2.Distribution],
+        vocab_size: int,
         fault: Callable[[SpecmeshError], Exception],
     ) -> None:
         self._frames = frames
@@ -118,9 +120,7 @@ def decide_round(law: Law, request: Decide) -> Outcome:
             _judge(targets[index], drafts, request.candidates[index], index)
             for index in range(num_judged)
         ),
-        emitted=tuple(
-            _emit(targets[index], token) for index, token in enumerate(decision.tokens)
-        ),
+        emitted=tuple(_emit(targets[index], token) for index, token in enumerate(decision.tokens)),
         redraw_mismatch=request.redraw_mismatch,
     )
 
@@ -205,7 +205,9 @@ def audit_round(law: Law, request: Audit) -> AuditResult:
 
 
 def _margin(
-    law: Law, request: Audit, outcome: Outcome,
+    law: Law,
+    request: Audit,
+    outcome: Outcome,
     asked: Sequence[tuple[reference.Coin | reference.Draw, Any]],
 ) -> float | None:
     """Relative distance of the first step that came out differently; None where none explains it.

@@ -98,8 +98,16 @@ DRAFT_TRANSITIONS: Final[Mapping[DraftState, Mapping[type, Transition]]] = {
 }
 
 # Failures after which the session is opened afresh, at once or on another replica.
-_SESSION_GONE = frozenset({"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT",
-                           "PREFIX_MISMATCH", "INTERNAL"})
+_SESSION_GONE = frozenset(
+    {
+        "SESSION_NOT_FOUND",
+        "SESSION_EXISTS",
+        "STALE_ROUND",
+        "ROUND_CONFLICT",
+        "PREFIX_MISMATCH",
+        "INTERNAL",
+    }
+)
 _ELSEWHERE = {"OUT_OF_PAGES": "draft_out_of_memory", "NOT_READY": "draft_not_ready"}
 
 
@@ -342,9 +350,12 @@ class Drafting:
         prefix = prefix_of(self._ledger, shared_len, 0, resync=True, base_len=base_len)
         self.in_flight = Propose(self.epoch, self.round, prefix, command.num_draft_tokens)
         self._send((self.in_flight,))
-        self._start_timer({
-            DraftState.SYNCING: Timer.FILL, DraftState.PROPOSING: Timer.PROPOSE,
-        }.get(self.state, Timer.LATE))
+        self._start_timer(
+            {
+                DraftState.SYNCING: Timer.FILL,
+                DraftState.PROPOSING: Timer.PROPOSE,
+            }.get(self.state, Timer.LATE)
+        )
 
     def _propose(self, num_draft_tokens: int) -> None:
         self._issue(num_draft_tokens, DraftState.PROPOSING, Timer.PROPOSE)

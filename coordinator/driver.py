@@ -231,7 +231,11 @@ class Driver:
         rows = self._carries_rows(action)
         for command in action.commands:
             message = to_wire(
-                action.side, self.session_id, command, self._wire.opening, self._wire.decide_at,
+                action.side,
+                self.session_id,
+                command,
+                self._wire.opening,
+                self._wire.decide_at,
                 trace,
             )
             self._clock.sent(action.side, message)
@@ -341,9 +345,7 @@ class Driver:
             return
         span = self._recorder.detach()
         audit.add_done_callback(
-            lambda done: self._recorder.record(
-                self._session, action, timing, done.result(), span
-            )
+            lambda done: self._recorder.record(self._session, action, timing, done.result(), span)
         )
 
     def _draft_off(self, action: DraftSwitchedOff) -> None:

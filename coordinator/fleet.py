@@ -226,9 +226,7 @@ class Fleet:
                 return
         self._spawn(self._place_target_later(session_id, key, request))
 
-    async def _place_target_later(
-        self, session_id: str, key: bytes, request: PlaceTarget
-    ) -> None:
+    async def _place_target_later(self, session_id: str, key: bytes, request: PlaceTarget) -> None:
         settings = self._settings
         prefer = request.prefer
         if prefer is not None and request.num_moves == 1:
@@ -268,9 +266,7 @@ class Fleet:
         return True
 
     def _choose_target(self, key: bytes, avoid: str | None) -> str | None:
-        return choose_target(
-            key, self._candidates(Side.TARGET), self._settings.load_cap, avoid
-        )
+        return choose_target(key, self._candidates(Side.TARGET), self._settings.load_cap, avoid)
 
     def _candidates(self, side: Side) -> list[Candidate]:
         return [

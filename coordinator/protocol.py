@@ -134,13 +134,24 @@ TRANSITIONS: Final[Mapping[Stage, Mapping[type, Transition]]] = {
     },
     _DONE: {
         event: _to("_ignore", _DONE)
-        for event in (TargetPlaced, TargetUnplaced, DraftPlaced, Lost, TargetReply, DraftReply,
-                      TimerFired, Decided, DecisionFailed, Cancel)
+        for event in (
+            TargetPlaced,
+            TargetUnplaced,
+            DraftPlaced,
+            Lost,
+            TargetReply,
+            DraftReply,
+            TimerFired,
+            Decided,
+            DecisionFailed,
+            Cancel,
+        )
     },
 }
 
-_REOPEN = frozenset({"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT",
-                     "PREFIX_MISMATCH"})
+_REOPEN = frozenset(
+    {"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT", "PREFIX_MISMATCH"}
+)
 _MOVE = frozenset({"NOT_READY", "TOO_BUSY", "INTERNAL"})
 _BAD_CONTENT = frozenset({"INVALID_REQUEST", "CORRUPT_FRAME"})
 
@@ -195,8 +206,11 @@ class Session:
         if plan.resume:
             shown = self._output.push(plan.resume)
             if shown.ending is not None and shown.num_kept < len(plan.resume):
-                self._fail(Failed("INVALID_REQUEST", "tokens follow the end of the output",
-                                  "resume_token_ids"))
+                self._fail(
+                    Failed(
+                        "INVALID_REQUEST", "tokens follow the end of the output", "resume_token_ids"
+                    )
+                )
                 return
             if shown.ending is not None:
                 self._finish(shown.ending)
@@ -323,8 +337,11 @@ class Session:
             return
         current.target_epoch, current.target_replica = target.epoch, target.replica
         commands = target.verify(
-            self.ledger, current.candidates, current.rows,
-            num_steps=current.num_steps, audit=current.audit,
+            self.ledger,
+            current.candidates,
+            current.rows,
+            num_steps=current.num_steps,
+            audit=current.audit,
         )
         self._actions.append(Send(Side.TARGET, target.replica, commands))
         self._start_target_timer(Timer.VERIFY)
@@ -351,9 +368,7 @@ class Session:
                 Side.TARGET, f"epoch {event.epoch}, round {event.round} was never asked for"
             )
         command = target.in_flight
-        return (
-            event.epoch < target.epoch or command is None or event.round != command.round
-        )
+        return event.epoch < target.epoch or command is None or event.round != command.round
 
     def _target_replied(self, event: TargetReply) -> None:
         if self._is_late_reply(event):
@@ -383,17 +398,28 @@ class Session:
             refuted = verdict.redraw_mismatch
             self.stage = Stage.DECIDING
             self._actions.append(
-                Decide(command.epoch, command.round, current.base_len,
-                       current.candidates if refuted is None else (),
-                       current.rows if refuted is None else (),
-                       verdict.rows, verdict.logprob_rows, refuted)
+                Decide(
+                    command.epoch,
+                    command.round,
+                    current.base_len,
+                    current.candidates if refuted is None else (),
+                    current.rows if refuted is None else (),
+                    verdict.rows,
+                    verdict.logprob_rows,
+                    refuted,
+                )
             )
             return
         target.confirmed_len += len(verdict.outcome.tokens)
         if command.audit:
             self._actions.append(
-                Audit(current.base_len, current.candidates, current.rows, verdict.rows,
-                      verdict.outcome)
+                Audit(
+                    current.base_len,
+                    current.candidates,
+                    current.rows,
+                    verdict.rows,
+                    verdict.outcome,
+                )
             )
         self._commit(verdict.outcome)
 
@@ -441,8 +467,9 @@ class Session:
         if not self._count_move(message):
             return
         self._actions.append(
-            PlaceTarget(target.epoch, avoid, left if lost else None, target.num_moves,
-                        retry_after_s)
+            PlaceTarget(
+                target.epoch, avoid, left if lost else None, target.num_moves, retry_after_s
+            )
         )
         if self.stage in (Stage.PREFILLING, Stage.VERIFYING):
             self.stage = Stage.PLACING
@@ -560,4 +587,3 @@ class Session:
 
     def _ignore(self, _event: Event) -> None:
         """The session is over; what still arrives is late."""
-

@@ -25,7 +25,7 @@ from coordinator.service import SERVICE_NAME, GenerationServicer, Parts
 from coordinator.tenants import Tenants
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.config import CoordinatorSettings
-from specmesh.errors import NotReady
+from specmesh.errors import ConfigError, NotReady
 from specmesh.metrics import CoordinatorMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
 from specmesh.rpc import (
@@ -43,14 +43,13 @@ from specmesh.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 END_OF_STREAMS_S = 2.0  # for the last messages to leave after the drain
+KEYS_PERIOD_S = 10.0  # between two looks at the file of API keys; a Secret takes a minute anyway
 
 
 class CoordinatorReplica:
     """To be started once and drained once."""
 
-    def __init__(
-        self, settings: CoordinatorSettings, tokenizer: Tokenizer | None = None
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, tokenizer: Tokenizer | None = None) -> None:
         """Loads the tokenizer unless it is given, opens nothing. Raises ConfigError."""
         self._settings = settings
         self._instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -58,7 +57,7 @@ class CoordinatorReplica:
         self.tenants = Tenants.load(settings.api_keys)
         self.metrics = CoordinatorMetrics()
         self._health = Health([SERVICE_NAME])
-        self._admission = Admission(settings.admission)
+        self._admission = Admission(settings.admission, self.tenants.limits_of)
         self._servers: list[grpc.aio.Server] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decide")
         self._closing = contextlib.AsyncExitStack()
@@ -94,6 +93,8 @@ class CoordinatorReplica:
             self._closing.callback(scraped.close)
         lag = asyncio.create_task(watch_event_loop(self.metrics.event_loop_lag))
         self._closing.callback(lag.cancel)
+        keys = asyncio.create_task(self._watch_keys())
+        self._closing.callback(keys.cancel)
         fleet = Fleet(
             settings.targets,
             settings.drafts,
@@ -108,8 +109,15 @@ class CoordinatorReplica:
         self._closing.push_async_callback(fleet.close)
         self._servicer = GenerationServicer(
             Parts(
-                settings, self._tokenizer, fleet, self._admission, SharedPolicy(), telemetry,
-                self.metrics, self.tenants, self._executor,
+                settings,
+                self._tokenizer,
+                fleet,
+                self._admission,
+                SharedPolicy(),
+                telemetry,
+                self.metrics,
+                self.tenants,
+                self._executor,
             )
         )
         await self._listen(self._servicer)
@@ -117,6 +125,16 @@ class CoordinatorReplica:
         self._fleet = fleet
         await self._health.set_ready(ready=True)
         logger.info("ready", extra={"port": self.port, "model": settings.model_name})
+
+    async def _watch_keys(self) -> None:
+        """Take over a changed key file; one that cannot be used changes nothing."""
+        while True:
+            await asyncio.sleep(KEYS_PERIOD_S)
+            try:
+                if self.tenants.refresh():
+                    logger.info("API keys read again")
+            except ConfigError as error:
+                logger.error("API keys stay as they were", extra={"reason": str(error)})
 
     async def _listen(self, servicer: GenerationServicer) -> None:
         settings = self._settings.server

@@ -90,7 +90,11 @@ class Resolved:
         return sampling
 
     def plan(
-        self, limits: ModelLimits, speculation: SpeculationSettings, *, max_round_retries: int,
+        self,
+        limits: ModelLimits,
+        speculation: SpeculationSettings,
+        *,
+        max_round_retries: int,
         max_failovers: int,
     ) -> SessionPlan:
         """The protocol's view; equal for all samples."""

@@ -180,13 +180,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             max_num_draft_tokens=most,
         )
 
-    def _open(
-        self, resolved: Resolved, span: Span, arrived_s: float, admitted_s: float
-    ) -> _Call:
+    def _open(self, resolved: Resolved, span: Span, arrived_s: float, admitted_s: float) -> _Call:
         parts = self._parts
         admission = parts.settings.admission
         stream = OutputStream(
-            resolved.num_samples, admission.max_unread_chunks, admission.slow_reader_s,
+            resolved.num_samples,
+            admission.max_unread_chunks,
+            admission.slow_reader_s,
             self._text_of,
         )
         call = _Call(

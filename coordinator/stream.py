@@ -41,7 +41,10 @@ class OutputStream:
     """Messages of one request. Event-loop only; one reader."""
 
     def __init__(
-        self, num_samples: int, max_unread: int, slow_reader_s: float,
+        self,
+        num_samples: int,
+        max_unread: int,
+        slow_reader_s: float,
         stop_text: Callable[[int], str],
     ) -> None:
         """max_unread: messages that may wait before samples pause. stop_text: text of a token."""
@@ -59,9 +62,7 @@ class OutputStream:
         self.ended: dict[int, Ended] = {}
         self.first_chunk_s: float | None = None
 
-    def connect(
-        self, resume: Callable[[], None], abandon: Callable[[SpecmeshError], None]
-    ) -> None:
+    def connect(self, resume: Callable[[], None], abandon: Callable[[SpecmeshError], None]) -> None:
         """resume: paused samples may go on. abandon: the reader has lost its request."""
         self._resume = resume
         self._abandon = abandon

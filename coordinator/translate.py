@@ -36,9 +36,7 @@ _CLOSINGS = {
 }
 
 
-def opening_message(
-    template: session_pb2.OpenSession, command: Open
-) -> session_pb2.OpenSession:
+def opening_message(template: session_pb2.OpenSession, command: Open) -> session_pb2.OpenSession:
     """The session's opening with this side's own limit."""
     opening = session_pb2.OpenSession()
     opening.CopyFrom(template)

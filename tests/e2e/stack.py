@@ -83,9 +83,7 @@ def settings_of(
         "targets": [service.address for service in targets],
         "drafts": [service.address for service in drafts],
         "tokenizer": Path("unused"),
-        "links": LinkSettings(
-            reconnect_initial_s=0.02, reconnect_max_s=0.1, connect_timeout_s=5.0
-        ),
+        "links": LinkSettings(reconnect_initial_s=0.02, reconnect_max_s=0.1, connect_timeout_s=5.0),
     }
     return CoordinatorSettings(**{**fields, **changes})
 

@@ -120,7 +120,8 @@ async def test_resume_at_every_round(decide_at: str) -> None:
         fields = {"seed": 11, "decide_at": decide_at, "num_draft_tokens": 3}
         request = options(**fields).request(PROMPT)
         chunks = [
-            event async for event in stack.client.stream_request(request)
+            event
+            async for event in stack.client.stream_request(request)
             if isinstance(event, Chunk)
         ]
         whole = [token for chunk in chunks for token in chunk.token_ids]
@@ -131,8 +132,10 @@ async def test_resume_at_every_round(decide_at: str) -> None:
             request.resume_token_ids.extend(held)
             request.resume_round = chunk.round + 1
             rest = [
-                token async for event in stack.client.stream_request(request)
-                if isinstance(event, Chunk) for token in event.token_ids
+                token
+                async for event in stack.client.stream_request(request)
+                if isinstance(event, Chunk)
+                for token in event.token_ids
             ]
             assert held + rest == whole
 
@@ -260,7 +263,8 @@ async def test_audit_of_every_round_agrees() -> None:
         await tokens_of(stack, temperature=0.0)
         samples = {
             sample.name: sample.value
-            for family in stack.replica.metrics.registry.collect() for sample in family.samples
+            for family in stack.replica.metrics.registry.collect()
+            for sample in family.samples
             if sample.name.startswith("specmesh_audit")
         }
         assert samples["specmesh_audited_rounds_total"] > 20

@@ -66,9 +66,14 @@ async def services(
 async def coordinator(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process; whatever happens it is ended, with everything that it started."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator", *flags,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+        sys.executable,
+        "-m",
+        "coordinator",
+        *flags,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         yield process

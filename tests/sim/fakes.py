@@ -8,6 +8,7 @@ undisturbed output is known (`expected_output`). Nothing here knows the protocol
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class FakeSession:
         ledger.wrote(written_len)
 
 
-class FakeService:
+class FakeService(ABC):
     """What both sides share: sessions, idempotence, prefix updates, errors as replies."""
 
     side: Side
@@ -159,8 +160,12 @@ class FakeService:
             return self._reply(command, Failed(reason, "an older round"))
         prefix = command.prefix
         session.ledger.apply_update(
-            base_len=prefix.base_len, append_from=prefix.append_from, append=prefix.append,
-            num_accepted=prefix.num_accepted, digest=prefix.digest, resync=prefix.resync,
+            base_len=prefix.base_len,
+            append_from=prefix.append_from,
+            append=prefix.append,
+            num_accepted=prefix.num_accepted,
+            digest=prefix.digest,
+            resync=prefix.resync,
         )
         reply = self._work(session, command)
         session.ledger.check()
@@ -168,8 +173,9 @@ class FakeService:
         self.num_carried_out += 1
         return reply
 
+    @abstractmethod
     def _work(self, session: FakeSession, command: Verify | Propose) -> Reply:
-        raise NotImplementedError
+        """Carry out a working command on a session whose prefix is up to date."""
 
     def _reply(self, command: Command, body: object) -> Reply:
         kind = TargetReply if self.side is Side.TARGET else DraftReply
@@ -182,7 +188,9 @@ class FakeDraft(FakeService):
     side = Side.DRAFT
 
     def __init__(
-        self, name: str = "draft", device_id: str = "",
+        self,
+        name: str = "draft",
+        device_id: str = "",
         model: Callable[[Sequence[int]], int] = fickle,
         corrupt: Callable[[Proposal], Proposal] = lambda proposal: proposal,
     ) -> None:
@@ -208,8 +216,13 @@ class FakeTarget(FakeService):
     side = Side.TARGET
 
     def __init__(
-        self, name: str = "target", device_id: str = "", *, stop_ids: Iterable[int] = (),
-        decide_here: bool = False, refute: bool = False,
+        self,
+        name: str = "target",
+        device_id: str = "",
+        *,
+        stop_ids: Iterable[int] = (),
+        decide_here: bool = False,
+        refute: bool = False,
     ) -> None:
         super().__init__(name, device_id, stop_ids=stop_ids)
         self.decide_here = decide_here
@@ -252,9 +265,7 @@ class FakeTarget(FakeService):
         return self._reply(command, Verdict(outcome, rows))
 
 
-def judge(
-    candidates: Sequence[int], winners: Sequence[int], stop_ids: frozenset[int]
-) -> Outcome:
+def judge(candidates: Sequence[int], winners: Sequence[int], stop_ids: frozenset[int]) -> Outcome:
     """Keep candidates while they equal the target's own, then its own token; none after a stop."""
     for index, candidate in enumerate(candidates):
         if candidate != winners[index]:
@@ -358,8 +369,11 @@ def letter(token_id: int) -> bytes:
 
 
 def make_session(
-    plan: SessionPlan, choose: Callable[[int], int] = lambda limit: min(3, limit),
-    *, stop_strings: Sequence[str] = (), min_tokens: int = 0,
+    plan: SessionPlan,
+    choose: Callable[[int], int] = lambda limit: min(3, limit),
+    *,
+    stop_strings: Sequence[str] = (),
+    min_tokens: int = 0,
 ) -> Session:
     """A session whose stop rules fit the plan."""
     rules = StopRules(

@@ -33,8 +33,13 @@ def decide(rule: Law, candidates: tuple[int, ...], **changes: object) -> Outcome
     frames = tuple(frame(P) for _ in range(len(candidates) + 1))
     drafts = tuple(frame(Q) for _ in candidates)
     fields = {
-        "epoch": 0, "round": 0, "base_len": BASE, "candidates": candidates, "draft_rows": drafts,
-        "target_rows": frames, "logprob_rows": (),
+        "epoch": 0,
+        "round": 0,
+        "base_len": BASE,
+        "candidates": candidates,
+        "draft_rows": drafts,
+        "target_rows": frames,
+        "logprob_rows": (),
     }
     return decide_round(rule, Decide(**{**fields, **changes}))  # type: ignore[arg-type]  # as above
 

@@ -22,8 +22,14 @@ from specmesh.planning import expected_tokens
 
 
 def sample(
-    k: int, num_accepted: int, *, draft: float = 1.0, verify: float = 10.0, manage: float = 1.0,
-    batch_size: int = 1, num_tokens: int | None = None,
+    k: int,
+    num_accepted: int,
+    *,
+    draft: float = 1.0,
+    verify: float = 10.0,
+    manage: float = 1.0,
+    batch_size: int = 1,
+    num_tokens: int | None = None,
 ) -> RoundSample:
     """A round: `draft` per candidate, `verify` whole, all in the same unit."""
     num_judged = min(k, num_accepted + 1)
@@ -33,7 +39,12 @@ def sample(
 
 
 def settled(
-    rates: list[float], *, draft: float, verify: float, plain: float, rounds: int = 400,
+    rates: list[float],
+    *,
+    draft: float,
+    verify: float,
+    plain: float,
+    rounds: int = 400,
     manage: float = 1.0,
 ) -> SessionPolicy:
     """A policy that has seen many rounds of k = len(rates) at these rates, and plain ones."""
@@ -188,8 +199,14 @@ def test_policy_is_blind_to_tokens() -> None:
     """Nothing that reaches the policy holds a token id, a row or an unjudged candidate."""
     fields = set(RoundSample.__dataclass_fields__)
     assert fields == {
-        "num_draft_tokens", "num_tokens", "num_judged", "num_accepted", "draft_s", "target_s",
-        "manage_s", "batch_size",
+        "num_draft_tokens",
+        "num_tokens",
+        "num_judged",
+        "num_accepted",
+        "draft_s",
+        "target_s",
+        "manage_s",
+        "batch_size",
     }
     taken = inspect.signature(SessionPolicy.choose).parameters
     assert list(taken) == ["self", "limit"]

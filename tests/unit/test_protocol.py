@@ -38,7 +38,9 @@ PROMPT = (5, 6, 7)
 
 def plan_of(**changes: object) -> SessionPlan:
     fields: dict[str, object] = {
-        "prompt": PROMPT, "max_len": len(PROMPT) + 30, "vocab_size": VOCAB_SIZE,
+        "prompt": PROMPT,
+        "max_len": len(PROMPT) + 30,
+        "vocab_size": VOCAB_SIZE,
         "rule": Rule.COUPLED,
     }
     return SessionPlan(**{**fields, **changes})  # type: ignore[arg-type]  # test fields
@@ -79,7 +81,8 @@ def test_boundaries_follow_the_table() -> None:
     loopback = run(plan_of(num_draft_tokens=3), FakeDraft())
     proposals = [
         command
-        for send in loopback.sent if send.side is Side.DRAFT
+        for send in loopback.sent
+        if send.side is Side.DRAFT
         for command in send.commands
         if isinstance(command, Propose) and command.num_draft_tokens
     ]
@@ -99,8 +102,11 @@ def test_target_settles_what_the_coordinator_decided() -> None:
     """With coordinator placement the next command tells how many pending candidates were kept."""
     loopback = run(plan_of(num_draft_tokens=3, decide_here=True), FakeDraft())
     verifies = [
-        command for send in loopback.sent if send.side is Side.TARGET
-        for command in send.commands if isinstance(command, Verify)
+        command
+        for send in loopback.sent
+        if send.side is Side.TARGET
+        for command in send.commands
+        if isinstance(command, Verify)
     ]
     assert len(verifies) == len(loopback.records)
     for record, following in zip(loopback.records, verifies[1:], strict=False):
@@ -161,7 +167,9 @@ def test_stop_token_at_every_index(k: int, stop_at: int, budget: int) -> None:
     stop_id = natural[stop_at - 1]
     first = natural.index(stop_id) + 1
     plan = plan_of(
-        max_len=len(PROMPT) + budget, num_draft_tokens=k, stop_ids=frozenset({stop_id}),
+        max_len=len(PROMPT) + budget,
+        num_draft_tokens=k,
+        stop_ids=frozenset({stop_id}),
         plain_steps=8,
     )
     loopback = run(plan, FakeDraft(model=agreeable))
@@ -195,14 +203,14 @@ def test_resume_at_every_round(k: int | None) -> None:
     held: list[int] = []
     for chunk in whole.chunks[:-1]:
         held.extend(chunk.tokens)
-        plan = plan_of(
-            num_draft_tokens=k, resume=tuple(held), resume_round=chunk.round_index + 1
-        )
+        plan = plan_of(num_draft_tokens=k, resume=tuple(held), resume_round=chunk.round_index + 1)
         resumed = run(plan, FakeDraft())
         assert held + resumed.tokens == whole.tokens
         assert resumed.chunks[0].round_index == chunk.round_index + 1
         first = next(
-            command for send in resumed.sent for command in send.commands
+            command
+            for send in resumed.sent
+            for command in send.commands
             if isinstance(command, Verify)
         )
         assert first.prefix.append == PROMPT + tuple(held), "one command rebuilds the whole prefix"
@@ -246,7 +254,9 @@ def test_plain_decoding_takes_larger_steps() -> None:
     """With k = 0 the commands grow to plain_steps, so the link is not the bottleneck."""
     loopback = run(plan_of(num_draft_tokens=0, plain_steps=8))
     steps = [
-        command.num_steps for send in loopback.sent for command in send.commands
+        command.num_steps
+        for send in loopback.sent
+        for command in send.commands
         if isinstance(command, Verify)
     ]
     assert steps == [1, 1, 2, 4, 8, 8, 6]
@@ -300,7 +310,9 @@ def test_closing_happens_once_per_side() -> None:
     """A finished session sends exactly one Close to each side it opened."""
     loopback = run(plan_of(num_draft_tokens=2), FakeDraft())
     closes = [
-        send.side for send in loopback.sent for command in send.commands
+        send.side
+        for send in loopback.sent
+        for command in send.commands
         if isinstance(command, Close)
     ]
     assert sorted(side.value for side in closes) == ["draft", "target"]

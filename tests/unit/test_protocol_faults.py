@@ -55,21 +55,26 @@ WANTED = expected_output(PROMPT, NUM_TOKENS)
 
 def plan_of(**changes: object) -> SessionPlan:
     fields: dict[str, object] = {
-        "prompt": PROMPT, "max_len": len(PROMPT) + NUM_TOKENS, "vocab_size": VOCAB_SIZE,
-        "rule": Rule.COUPLED, "num_draft_tokens": 3,
+        "prompt": PROMPT,
+        "max_len": len(PROMPT) + NUM_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "rule": Rule.COUPLED,
+        "num_draft_tokens": 3,
     }
     return SessionPlan(**{**fields, **changes})  # type: ignore[arg-type]  # test fields
 
 
 def loopback_of(
-    plan: SessionPlan | None = None, draft: FakeDraft | None = None,
+    plan: SessionPlan | None = None,
+    draft: FakeDraft | None = None,
     target: FakeTarget | None = None,
 ) -> Loopback:
     plan = plan or plan_of()
     target = target or FakeTarget(decide_here=plan.decide_here)
     draft = draft or FakeDraft()
     return Loopback(
-        make_session(plan), {target.name: target, "spare": FakeTarget("spare")},
+        make_session(plan),
+        {target.name: target, "spare": FakeTarget("spare")},
         {draft.name: draft},
     )
 
@@ -84,9 +89,9 @@ def finish(loopback: Loopback) -> Finish:
     return ended
 
 
-def once(when: Callable[[Action], bool], events: Callable[[Action], list[Event]]) -> Callable[
-    [Action], list[Event] | None
-]:
+def once(
+    when: Callable[[Action], bool], events: Callable[[Action], list[Event]]
+) -> Callable[[Action], list[Event] | None]:
     """Tamper with the first action that matches."""
     done = False
 
@@ -103,7 +108,8 @@ def once(when: Callable[[Action], bool], events: Callable[[Action], list[Event]]
 def is_working(action: Action, side: Side, nth: int = 1) -> bool:
     """Whether the action sends a working command numbered >= nth to this side."""
     return (
-        isinstance(action, Send) and action.side is side
+        isinstance(action, Send)
+        and action.side is side
         and any(isinstance(c, Verify | Propose) and c.round >= nth for c in action.commands)
     )
 
@@ -149,11 +155,16 @@ def test_late_draft_costs_one_deadline(nth: int) -> None:
 
     def tamper(action: Action) -> list[Event] | None:
         nonlocal asked_while_late
-        if isinstance(action, StartTimer) and action.timer is Timer.PROPOSE and (
-            action.round == nth and not held
+        if (
+            isinstance(action, StartTimer)
+            and action.timer is Timer.PROPOSE
+            and (action.round == nth and not held)
         ):
-            late = next(e for e in loopback.inbox if isinstance(e, DraftReply)
-                        and isinstance(e.body, Proposal))
+            late = next(
+                e
+                for e in loopback.inbox
+                if isinstance(e, DraftReply) and isinstance(e.body, Proposal)
+            )
             loopback.inbox.remove(late)
             held.append(late)
             return [TimerFired(Side.DRAFT, action.epoch, action.round)]
@@ -394,7 +405,9 @@ def test_target_lost_at_every_round(nth: int, decide_here: bool) -> None:
     loopback.tamper = once(lambda action: is_working(action, Side.TARGET, nth), lose)
     finish(loopback)
     opens = [
-        (send, command) for send in loopback.sent for command in send.commands
+        (send, command)
+        for send in loopback.sent
+        for command in send.commands
         if isinstance(command, Open) and send.side is Side.TARGET
     ]
     send, opened = opens[-1]
@@ -446,8 +459,10 @@ def test_unanswered_round_is_asked_again_then_moved() -> None:
 
     def tamper(action: Action) -> list[Event] | None:
         nonlocal fired
-        if isinstance(action, StartTimer) and action.timer is Timer.VERIFY and (
-            loopback.session.target.replica == "target" and action.round == 3
+        if (
+            isinstance(action, StartTimer)
+            and action.timer is Timer.VERIFY
+            and (loopback.session.target.replica == "target" and action.round == 3)
         ):
             for event in [e for e in loopback.inbox if isinstance(e, TargetReply)]:
                 loopback.inbox.remove(event)
@@ -459,13 +474,21 @@ def test_unanswered_round_is_asked_again_then_moved() -> None:
     finish(loopback)
     assert fired == 2
     repeats = [
-        c for s in loopback.sent if s.replica == "target" for c in s.commands
+        c
+        for s in loopback.sent
+        if s.replica == "target"
+        for c in s.commands
         if isinstance(c, Verify) and c.round == 3
     ]
     assert len(repeats) == 2
     assert repeats[0] == repeats[1]
-    assert any(c.epoch == 0 for s in loopback.sent if s.replica == "target"
-               for c in s.commands if isinstance(c, Close)), "the old session is closed"
+    assert any(
+        c.epoch == 0
+        for s in loopback.sent
+        if s.replica == "target"
+        for c in s.commands
+        if isinstance(c, Close)
+    ), "the old session is closed"
 
 
 def test_repeated_round_is_answered_once() -> None:
@@ -496,8 +519,13 @@ def test_session_gone_at_the_target_is_reopened_there(reason: str) -> None:
     failed: list[bool] = []
     loopback.tamper = fail
     finish(loopback)
-    epochs = [c.epoch for s in loopback.sent if s.side is Side.TARGET for c in s.commands
-              if isinstance(c, Open) and s.replica == "target"]
+    epochs = [
+        c.epoch
+        for s in loopback.sent
+        if s.side is Side.TARGET
+        for c in s.commands
+        if isinstance(c, Open) and s.replica == "target"
+    ]
     assert epochs == [0, 1]
 
 
@@ -582,8 +610,11 @@ def test_verdict_that_contradicts_its_command_changes_nothing() -> None:
 
     def deliver(event: Event) -> None:
         nonlocal refused
-        if isinstance(event, TargetReply) and event.round == 2 and not refused and isinstance(
-            event.body, Verdict
+        if (
+            isinstance(event, TargetReply)
+            and event.round == 2
+            and not refused
+            and isinstance(event.body, Verdict)
         ):
             refused += 1
             forged = TargetReply(event.epoch, event.round, Verdict(None))
@@ -624,9 +655,7 @@ class Chaos:
     def _lose(self, action: Action) -> object:
         if not isinstance(action, Send):
             return None
-        services = (
-            self.loopback.targets if action.side is Side.TARGET else self.loopback.drafts
-        )
+        services = self.loopback.targets if action.side is Side.TARGET else self.loopback.drafts
         services[action.replica].lose_sessions()
         return [Lost(action.side, action.replica)]
 
@@ -656,16 +685,14 @@ class Chaos:
         if not isinstance(action, Send):
             return None
         reasons = ["NOT_READY", "TOO_BUSY", "SESSION_NOT_FOUND", "STALE_ROUND"]
-        service = (
-            self.loopback.targets if action.side is Side.TARGET else self.loopback.drafts
-        )[action.replica]
+        service = (self.loopback.targets if action.side is Side.TARGET else self.loopback.drafts)[
+            action.replica
+        ]
         service.failures.append(Failed(self.rng.choice(reasons), "scripted"))
         return True
 
     def _expire(self, action: Action) -> object:
-        service = self.rng.choice(
-            [*self.loopback.targets.values(), *self.loopback.drafts.values()]
-        )
+        service = self.rng.choice([*self.loopback.targets.values(), *self.loopback.drafts.values()])
         service.lose_sessions()
         return True
 

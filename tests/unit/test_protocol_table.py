@@ -56,9 +56,7 @@ def freeze(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         return tuple(freeze(item) for item in value)
     if dataclasses.is_dataclass(value):
-        return tuple(
-            (f.name, freeze(getattr(value, f.name))) for f in dataclasses.fields(value)
-        )
+        return tuple((f.name, freeze(getattr(value, f.name))) for f in dataclasses.fields(value))
     if hasattr(value, "getstate"):  # the UTF-8 decoder
         return freeze(value.getstate())
     if callable(value):
@@ -70,7 +68,11 @@ def freeze(value: Any) -> Any:
 def session_after(num_events: int, k: int | None, decide_here: bool) -> Session:
     """A session that has taken this many events of an undisturbed run."""
     plan = SessionPlan(
-        prompt=PROMPT, max_len=14, vocab_size=VOCAB_SIZE, rule=Rule.COUPLED, num_draft_tokens=k,
+        prompt=PROMPT,
+        max_len=14,
+        vocab_size=VOCAB_SIZE,
+        rule=Rule.COUPLED,
+        num_draft_tokens=k,
         decide_here=decide_here,
     )
     loopback = Loopback(
@@ -87,16 +89,27 @@ def session_after(num_events: int, k: int | None, decide_here: bool) -> Session:
 small = st.integers(0, 6)
 tokens = st.lists(st.integers(0, VOCAB_SIZE), max_size=4).map(tuple)
 outcomes = st.builds(
-    Outcome, small, tokens, st.sampled_from(Closing), st.just(()), st.just(()), st.just(()),
+    Outcome,
+    small,
+    tokens,
+    st.sampled_from(Closing),
+    st.just(()),
+    st.just(()),
+    st.just(()),
     st.one_of(st.none(), small),
 )
 failures = st.builds(
-    Failed, st.sampled_from(sorted(errors.BY_REASON)), st.just("scripted"),
-    confirmed_len=small, page_digests=st.just(((4, 1),)),
+    Failed,
+    st.sampled_from(sorted(errors.BY_REASON)),
+    st.just("scripted"),
+    confirmed_len=small,
+    page_digests=st.just(((4, 1),)),
 )
 replicas = st.sampled_from(["target", "draft", "other"])
 target_bodies = st.one_of(
-    st.just(Opened()), st.just(Deferred()), failures,
+    st.just(Opened()),
+    st.just(Deferred()),
+    failures,
     st.builds(Verdict, st.one_of(st.none(), outcomes), tokens),
 )
 draft_bodies = st.one_of(
@@ -119,7 +132,9 @@ events = st.one_of(
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(
-    st.integers(0, 26), st.sampled_from([None, 0, 2]), st.booleans(),
+    st.integers(0, 26),
+    st.sampled_from([None, 0, 2]),
+    st.booleans(),
     st.lists(events, min_size=1, max_size=4),
 )
 def test_illegal_events_leave_the_state_unchanged(
@@ -142,10 +157,14 @@ def test_illegal_events_leave_the_state_unchanged(
 def test_every_event_outside_the_table_is_refused() -> None:
     """Stages refuse exactly the events without a row."""
     samples = {
-        Begin: Begin(), TargetPlaced: TargetPlaced(0, "target"),
-        TargetUnplaced: TargetUnplaced(0, "none"), DraftPlaced: DraftPlaced(0, "draft", 9),
-        Lost: Lost(Side.TARGET, "x"), TargetReply: TargetReply(0, 0, Opened()),
-        DraftReply: DraftReply(0, 0, Opened()), TimerFired: TimerFired(Side.TARGET, 0, 0),
+        Begin: Begin(),
+        TargetPlaced: TargetPlaced(0, "target"),
+        TargetUnplaced: TargetUnplaced(0, "none"),
+        DraftPlaced: DraftPlaced(0, "draft", 9),
+        Lost: Lost(Side.TARGET, "x"),
+        TargetReply: TargetReply(0, 0, Opened()),
+        DraftReply: DraftReply(0, 0, Opened()),
+        TimerFired: TimerFired(Side.TARGET, 0, 0),
         Decided: Decided(0, 0, Outcome(0, (1,), Closing.BONUS)),
         DecisionFailed: DecisionFailed(0, 0, Failed("INTERNAL"), blames_draft=False),
         Cancel: Cancel("CANCELLED", "gone"),
@@ -190,7 +209,8 @@ def rendered(table: Any) -> list[str]:
     return [
         f"| {state.value} | {event.__name__} | "
         f"{', '.join(each.value for each in type(state) if each in row.next)} |"
-        for state, rows in table.items() if state is not Stage.DONE
+        for state, rows in table.items()
+        if state is not Stage.DONE
         for event, row in rows.items()
     ]
 
@@ -205,13 +225,20 @@ def test_readme_shows_the_tables() -> None:
 
 def test_same_events_give_the_same_actions() -> None:
     """The protocol is deterministic: two sessions fed alike answer alike, action by action."""
+
     def actions(decide_here: bool) -> list[Any]:
         plan = SessionPlan(
-            prompt=PROMPT, max_len=30, vocab_size=VOCAB_SIZE, rule=Rule.COUPLED,
-            num_draft_tokens=3, decide_here=decide_here, audit_ratio=0.3,
+            prompt=PROMPT,
+            max_len=30,
+            vocab_size=VOCAB_SIZE,
+            rule=Rule.COUPLED,
+            num_draft_tokens=3,
+            decide_here=decide_here,
+            audit_ratio=0.3,
         )
         loopback = Loopback(
-            make_session(plan), {"target": FakeTarget(decide_here=decide_here)},
+            make_session(plan),
+            {"target": FakeTarget(decide_here=decide_here)},
             {"draft": FakeDraft()},
         )
         taken: list[Any] = []

@@ -31,8 +31,11 @@ class WordTokenizer:
 
 def resolver(**speculation: Any) -> Resolver:
     return Resolver(
-        WordTokenizer(), LIMITS, AdmissionSettings(max_prompt_bytes=64, default_max_tokens=20),
-        SpeculationSettings(**speculation), draw_seed=lambda: 1234,
+        WordTokenizer(),
+        LIMITS,
+        AdmissionSettings(max_prompt_bytes=64, default_max_tokens=20),
+        SpeculationSettings(**speculation),
+        draw_seed=lambda: 1234,
     )
 
 
@@ -167,22 +170,42 @@ def test_everything_given_reaches_the_services() -> None:
     """Nothing is dropped on the way to SamplingParams."""
     found = resolver().resolve(
         request(
-            temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5,
-            presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: 2.0, 4: -1.0}, seed=9,
-            max_tokens=11, min_tokens=3, stop=["a", "b", "a"], stop_token_ids=[8],
-            ignore_eos=True, logprobs=5, num_draft_tokens=6,
+            temperature=0.5,
+            top_k=7,
+            top_p=0.25,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={5: 2.0, 4: -1.0},
+            seed=9,
+            max_tokens=11,
+            min_tokens=3,
+            stop=["a", "b", "a"],
+            stop_token_ids=[8],
+            ignore_eos=True,
+            logprobs=5,
+            num_draft_tokens=6,
             decide_at=session_pb2.DECIDE_AT_COORDINATOR,
             row_policy=session_pb2.ROW_POLICY_DENSE_F16,
         )
     )
     assert found.sampling == session_pb2.SamplingParams(
-        seed=9, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=0.5, frequency_penalty=-0.5,
+        seed=9,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
         logit_bias=[
             session_pb2.LogitBias(token_id=4, bias=-1.0),
             session_pb2.LogitBias(token_id=5, bias=2.0),
         ],
-        stop_token_ids=[8], min_tokens=3, num_logprobs=5,
+        stop_token_ids=[8],
+        min_tokens=3,
+        num_logprobs=5,
     )
     assert found.stop_rules.stop_strings == ("a", "b")
     assert found.stop_rules.max_output == 11

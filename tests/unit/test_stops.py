@@ -12,8 +12,12 @@ from coordinator.stops import Ending, Output, StopRules
 
 
 def output(
-    texts: list[bytes], *, stops: tuple[str, ...] = (), stop_ids: frozenset[int] = frozenset(),
-    max_output: int = 10_000, min_tokens: int = 0,
+    texts: list[bytes],
+    *,
+    stops: tuple[str, ...] = (),
+    stop_ids: frozenset[int] = frozenset(),
+    max_output: int = 10_000,
+    min_tokens: int = 0,
 ) -> Output:
     """Token i prints texts[i]."""
     rules = StopRules(max_output, stop_ids, stops, min_tokens)
