@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import reference
 from protos.specmesh.v1 import session_pb2
 from specmesh.errors import InvalidRequest, NumericFault
 from specmesh.shaping import TokenShaper, validate
@@ -168,6 +169,15 @@ def test_large_rows_use_the_full_sort_only_when_they_must() -> None:
         mass_above = float(plain[plain > smallest].sum() / plain.sum())
         mass_through = float(plain[plain >= smallest].sum() / plain.sum())
         assert mass_above < 0.9 <= mass_through + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("top_p", "smallest"), [(0.25, 1.0), (0.5, 1.0), (0.500001, 0.5), (0.75, 0.5), (0.76, 0.25)]
+)
+def test_top_p_drops_what_lies_below_enough_mass_exactly(top_p: float, smallest: float) -> None:
+    """Weights 1, 1/2, 1/4, 1/4: the mass above an id must be strictly below top_p of the total."""
+    weights = torch.tensor([0.25, 1.0, 0.25, 0.5])
+    assert float(reference._top_p_threshold(weights, top_p)) == smallest
 
 
 def test_greedy_is_one_hot_at_the_lowest_argmax() -> None:

@@ -170,3 +170,28 @@ def test_the_coupled_stream_ignores_the_round() -> None:
     assert len(draws) == 1
     bonus = [reference.Draw(index, Purpose.BONUS, weights) for index in range(4)]
     assert len({reference.philox_answer(3, 20 - i)(bonus[i]) for i in range(4)}) > 1
+
+
+def test_coins_and_draws_are_keyed_by_position_round_and_purpose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The production answer uses base_len + index and base_len; the coupled rule no round key."""
+    keys: list[tuple[object, ...]] = []
+
+    def record(*key: object) -> float:
+        keys.append(key)
+        return 0.5
+
+    weights = torch.ones(3)
+    monkeypatch.setattr(reference, "coin", record)
+    monkeypatch.setattr(reference, "race", lambda weights, *key: record(*key))
+    answer = reference.philox_answer(seed=9, base_len=20)
+    answer(reference.Coin(2, 1.0, 1.0))
+    for purpose in (Purpose.RESIDUAL, Purpose.BONUS, Purpose.COUPLED):
+        answer(reference.Draw(3, purpose, weights))
+    assert keys == [
+        (9, 22, 20),
+        (9, 23, 20, Purpose.RESIDUAL),
+        (9, 23, 20, Purpose.BONUS),
+        (9, 23, 0, Purpose.COUPLED),
+    ]
