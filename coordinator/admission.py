@@ -37,8 +37,15 @@ class _Waiter:
 class Admission:
     """Bounds of one coordinator replica. Event-loop only."""
 
-    def __init__(self, settings: AdmissionSettings, choose: Choice = fewest_running_first) -> None:
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        limits_of: LimitsOf = lambda tenant: NO_LIMITS,
+        choose: Choice = fewest_running_first,
+    ) -> None:
+        """limits_of: a tenant's bounds within the replica's; asked anew each time."""
         self._settings = settings
+        self._limits_of = limits_of
         self._choose = choose
         self._running: Counter[str] = Counter()
         self._waiters: list[_Waiter] = []

@@ -39,7 +39,7 @@ class Tenants:
     def __init__(self, keys: Iterable[tuple[str, str]] | None, path: Path | None = None) -> None:
         """keys: (tenant, key) pairs; None asks for no key. path: where `refresh` reads them."""
         self._path = path
-        self._content = b""
+        self._read = ""  # digest of the file as it was last read
         self._limits: dict[str, TenantLimits] = {}
         self.replace(keys)
 
@@ -67,9 +67,10 @@ class Tenants:
             raise ConfigError(
                 f"cannot read {self._path}: {error.strerror}", field="api_keys"
             ) from error
-        if content == self._content:
+        read = hashlib.sha256(content).hexdigest()
+        if read == self._read:
             return False
-        self._content = content
+        self._read = read
         keys, limits = _parse(self._path, content)
         self.replace(keys)
         self._limits = limits
@@ -96,9 +97,7 @@ class Tenants:
         return found
 
 
-def _parse(
-    path: Path, content: bytes
-) -> tuple[list[tuple[str, str]], dict[str, TenantLimits]]:
+def _parse(path: Path, content: bytes) -> tuple[list[tuple[str, str]], dict[str, TenantLimits]]:
     """Keys and limits of a key file. Raises ConfigError naming the line, never its content."""
     keys: list[tuple[str, str]] = []
     limits: dict[str, TenantLimits] = {}

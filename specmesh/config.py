@@ -30,6 +30,10 @@ PORTS: Mapping[str, int] = {
     "coordinator": 50051,
     "draft": 50061,
     "target": 50071,
+    # Plaintext health for kubelet probes, where it has a port of its own.
+    "coordinator_health": 50052,
+    "draft_health": 50062,
+    "target_health": 50072,
     "coordinator_metrics": 9451,
     "draft_metrics": 9461,
     "target_metrics": 9471,
@@ -191,6 +195,8 @@ class RaySettings(_Section):
     # Containers have 64 MB of /dev/shm, so the (unused) object store spills to this folder.
     temp_dir: Path | None = None
     health_check_period_s: float = Field(default=2.0, gt=0)
+    # A replica drains when this file appears: Ray's workers get no signal when their pod is to go.
+    drain_file: Path | None = None
 
 
 class AdmissionSettings(_Section):
@@ -258,7 +264,8 @@ class CoordinatorSettings(_ServiceSettings):
     ray: RaySettings = RaySettings()
     # TLS material for calling draft and target replicas.
     link_tls: TlsSettings = TlsSettings()
-    # File of API keys, one `tenant:key` a line. None: no keys are asked for.
+    # File of API keys, one `tenant:key` a line, limits of the tenant after it
+    # (coordinator/tenants.py). Read again when it changes. None: no keys are asked for.
     api_keys: Path | None = None
 
 
@@ -292,6 +299,20 @@ def load_settings(cls: type[S], argv: Sequence[str]) -> S:
     if own.print_config:
         sys.stdout.write(settings.model_dump_json(indent=2) + "\n")
         raise SystemExit(0)
+    return settings
+
+
+def settings_from_environment(cls: type[S], values: Mapping[str, Any]) -> S:
+    """Settings of a process without a command line: values (as of a file) < environment.
+
+    Raises ConfigError that lists every unknown key and bad value.
+    """
+    _refuse_unknown_environment(cls)
+    build: Any = cls
+    try:
+        settings: S = build(_env_prefix=env_prefix(cls), **values)
+    except (ValidationError, SettingsError) as error:
+        raise ConfigError(_describe(error)) from error
     return settings
 
 

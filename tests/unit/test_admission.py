@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from coordinator.admission import Admission, fewest_running_first
 from coordinator.messages import Deliver, Fail, Failed, Finish, FinishReason, Stats
 from coordinator.placement import Candidate, choose_draft, choose_target, prefix_key
 from coordinator.stream import OutputStream
-from coordinator.tenants import DEFAULT_TENANT, Tenants
+from coordinator.tenants import DEFAULT_TENANT, NO_LIMITS, TenantLimits, Tenants
 from specmesh.config import AdmissionSettings
 from specmesh.errors import (
     Cancelled,
@@ -123,6 +124,35 @@ async def test_closing_refuses_the_waiting_and_waits_for_the_running() -> None:
     await asyncio.gather(running, idle)
 
 
+async def test_a_tenant_at_its_limit_waits_while_others_pass() -> None:
+    """max_running of a tenant holds however free the house is; max_waiting bounds its queue."""
+    bounds = {"small": TenantLimits(max_running=1, max_waiting=1)}
+    admitting = Admission(
+        AdmissionSettings(max_running=4, max_waiting=8),
+        lambda tenant: bounds.get(tenant, TenantLimits()),
+    )
+    first, rest, order = asyncio.Event(), asyncio.Event(), []
+    tasks = [asyncio.create_task(hold(admitting, "small", first, order))]
+    tasks += [
+        asyncio.create_task(hold(admitting, name, rest, order)) for name in ("small", "big", "big")
+    ]
+    await asyncio.sleep(0)
+    assert order == ["small", "big", "big"]
+    with pytest.raises(TooBusy, match="this tenant"):
+        async with admitting.admit("small", 1):
+            pass
+    first.set()
+    while len(order) < 4:
+        await asyncio.sleep(0)
+    assert order[3] == "small"
+    async with admitting.admit("other", 1):
+        assert admitting.num_running == 4
+    rest.set()
+    await asyncio.gather(*tasks)
+    async with admitting.admit("small", 3):
+        assert admitting.num_running == 1  # counts as what the tenant may run
+
+
 # ---------------------------------------------------------------- tenants
 
 
@@ -136,6 +166,73 @@ def test_keys(tmp_path: Path) -> None:
         with pytest.raises(Unauthenticated):
             tenants.authenticate(metadata)
     assert Tenants(None).authenticate([]) == DEFAULT_TENANT
+
+
+def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
+    """Limits are read with the keys; a tenant without any has none; several keys are one tenant."""
+    file = tmp_path / "keys"
+    file.write_text(
+        "red:key-of-the-red-team max_running=4 max_waiting=0\n"
+        "red:next-key-of-the-red-team\n"
+        "blue:key-of-the-blue-team\n"
+    )
+    tenants = Tenants.load(file)
+    assert tenants.limits_of("red") == TenantLimits(max_running=4, max_waiting=0)
+    assert tenants.limits_of("blue") == NO_LIMITS
+    for key in ("key-of-the-red-team", "next-key-of-the-red-team"):
+        assert tenants.authenticate([("authorization", f"Bearer {key}")]) == "red"
+
+
+def test_a_changed_file_counts_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    """Rotation: the new key counts after `refresh`, the old one no longer; a bad file is refused
+    once and leaves the keys as they were."""
+    file = tmp_path / "keys"
+    file.write_text("red:the-first-key-of-red\n")
+    tenants = Tenants.load(file)
+    assert not tenants.refresh()
+    file.write_text("red:the-second-key-of-red max_running=1\n")
+    assert tenants.refresh()
+    second = [("authorization", "Bearer the-second-key-of-red")]
+    with pytest.raises(Unauthenticated):
+        tenants.authenticate([("authorization", "Bearer the-first-key-of-red")])
+    file.write_text("red:short\n")
+    with pytest.raises(ConfigError):
+        tenants.refresh()
+    assert not tenants.refresh()
+    assert tenants.authenticate(second) == "red"
+    assert tenants.limits_of("red").max_running == 1
+
+
+def test_every_key_is_compared_in_constant_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is compared with all keys by compare_digest, also past the one that matches."""
+    compared = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("coordinator.tenants.hmac", SimpleNamespace(compare_digest=compare))
+    file = tmp_path / "keys"
+    file.write_text("".join(f"t{index}:key-number-{index}-of-many\n" for index in range(3)))
+    tenants = Tenants.load(file)
+    assert tenants.authenticate([("authorization", "Bearer key-number-0-of-many")]) == "t0"
+    assert len(compared) == 3
+    assert all(len(a) == len(b) == 32 for a, b in compared)  # digests: no length to time either
+
+
+def test_keys_are_neither_kept_nor_told(tmp_path: Path) -> None:
+    """No key is found in what Tenants holds, nor in the message about its line."""
+    file = tmp_path / "keys"
+    file.write_text("red:a-secret-key-of-red max_running=many\n")
+    with pytest.raises(ConfigError, match="line 1") as refused:
+        Tenants.load(file)
+    assert "a-secret" not in str(refused.value)
+    file.write_text("red:a-secret-key-of-red\n")
+    tenants = Tenants.load(file)
+    held = {name: value for name, value in vars(tenants).items() if "a-secret" in repr(value)}
+    assert not held
 
 
 @pytest.mark.parametrize("text", ["", "no separator", "red:short", ":key-of-some-length"])
