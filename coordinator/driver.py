@@ -35,7 +35,6 @@ from coordinator.messages import (
     Fail,
     Failed,
     Finish,
-    IllegalEvent,
     Lost,
     Open,
     PeerViolation,
@@ -185,19 +184,15 @@ class Driver:
     def _step(self, event: Event) -> None:
         self._clock.stepped()
         try:
-            actions = self._session.step(event)
+            self._perform(event)
         except PeerViolation as violation:
             self._peer_violated(violation)
-            return
-        except IllegalEvent:
-            logger.exception("event refused", extra={"session_id": self.session_id})
-            self._abandon()
-            return
-        except Exception:
+        except Exception:  # ours, IllegalEvent included: it must not end the link that called
             logger.exception("session failed on a bug", extra={"session_id": self.session_id})
             self._abandon()
-            return
-        for action in actions:
+
+    def _perform(self, event: Event) -> None:
+        for action in self._session.step(event):
             self._PERFORM[type(action)](self, action)
 
     def _peer_violated(self, violation: PeerViolation) -> None:
@@ -218,10 +213,14 @@ class Driver:
 
     def _abandon(self) -> None:
         """A bug of ours: the request fails, the rest of the process goes on."""
-        cancel = Cancel("INTERNAL", "the session failed on a bug; see the coordinator's log")
+        failure = Failed("INTERNAL", "the session failed on a bug; see the coordinator's log")
         self._inbox.clear()
-        for action in self._session.step(cancel):
-            self._PERFORM[type(action)](self, action)
+        try:
+            self._perform(Cancel(failure.reason, failure.message))
+        except Exception:
+            logger.exception("session cannot be closed", extra={"session_id": self.session_id})
+            self._session.stage = Stage.DONE
+            self._sink.fail(Fail(failure, self._session.stats()))
 
     # ------------------------------------------------------------ actions out
 

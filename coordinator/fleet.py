@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import grpc
 
-from coordinator.links import ReplicaLink
+from coordinator.links import Credentials, ReplicaLink
 from coordinator.messages import (
     DraftPlaced,
     Event,
@@ -72,7 +71,7 @@ class Fleet:
         metrics: CoordinatorMetrics,
         *,
         limits: RpcLimits | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """targets, drafts: host:port of each replica. Nothing connects before `start`."""
         self._settings = settings

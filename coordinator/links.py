@@ -32,6 +32,8 @@ from specmesh.rpc import LINK_GROUP_KEY, RpcLimits, create_channel, error_from_r
 
 logger = logging.getLogger(__name__)
 
+Credentials = Callable[[], grpc.ChannelCredentials | None]
+
 # Commands beyond this many bytes go out as several frames: large messages block small ones.
 FRAME_BYTES = 1 << 20
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing from its stub
@@ -143,9 +145,12 @@ class ReplicaLink:
         group: str,
         *,
         limits: RpcLimits | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """group: this coordinator's name for itself; its links to one replica share sessions."""
+        """group: this coordinator's name for itself; its links to one replica share sessions.
+
+        credentials: asked again when connecting fails, for certificates may have been renewed.
+        """
         self.side = side
         self.address = address
         self.info: session_pb2.ModelInfo | None = None
@@ -157,7 +162,9 @@ class ReplicaLink:
         self._settings = settings
         self._owner = owner
         self._group = group
-        self._channel = create_channel(address, limits or RpcLimits(), credentials)
+        self._limits = limits or RpcLimits()
+        self._credentials = credentials
+        self._channel = self._open_channel()
         self._stub = self._service.stub(self._channel)
         self._streams: list[_Stream] = []
         self._task: asyncio.Task[None] | None = None
@@ -211,11 +218,24 @@ class ReplicaLink:
 
     # ------------------------------------------------------------ connecting
 
+    def _open_channel(self) -> grpc.aio.Channel:
+        credentials = self._credentials() if self._credentials is not None else None
+        return create_channel(self.address, self._limits, credentials)
+
+    async def _renew_channel(self) -> None:
+        """Connect with the certificates as they are now; a channel keeps those it began with."""
+        renewed = self._open_channel()
+        old, self._channel = self._channel, renewed
+        self._stub = self._service.stub(renewed)
+        await old.close(None)
+
     async def _run(self) -> None:
         failures, loop = 0, asyncio.get_running_loop()
         while True:
             began = loop.time()
             try:
+                if failures > 1 and self._credentials is not None:
+                    await self._renew_channel()
                 await self._serve_once()
                 # It was up: try again at once, its caches are warm. One that ends its streams as
                 # soon as they open waits like one that cannot be reached.

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -58,6 +59,8 @@ class CoordinatorReplica:
         self.metrics = CoordinatorMetrics()
         self._health = Health([SERVICE_NAME])
         self._admission = Admission(settings.admission, self.tenants.limits_of)
+        self.metrics.running.set_function(lambda: self._admission.num_running)
+        self.metrics.waiting.set_function(lambda: self._admission.num_waiting)
         self._servers: list[grpc.aio.Server] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decide")
         self._closing = contextlib.AsyncExitStack()
@@ -104,7 +107,11 @@ class CoordinatorReplica:
             self._tokenizer,
             self.metrics,
             limits=RpcLimits(max_message_bytes=settings.server.max_message_bytes),
-            credentials=channel_credentials(settings.link_tls),
+            credentials=(
+                partial(channel_credentials, settings.link_tls)
+                if settings.link_tls.enabled
+                else None
+            ),
         )
         self._closing.push_async_callback(fleet.close)
         self._servicer = GenerationServicer(

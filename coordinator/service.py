@@ -138,7 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise
         finally:
             if call is not None:
-                self._close(call, context)
+                self._close(call)
             span.end()
 
     def cancel_all(self, error: SpecmeshError) -> None:
@@ -196,7 +196,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._calls[call.request_id] = call
         if span.is_recording():
             self._describe(call)
-        self._count_load()
         return call
 
     def _text_of(self, token_id: int) -> str:
@@ -269,10 +268,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 handler.cancel()  # it waits for a reader that does not read
 
         stream.connect(resume, abandon)
-        yield pb.GenerateResponse(started=self._started(call))
-        for driver in call.drivers:
-            driver.start()
         try:
+            for driver in call.drivers:
+                driver.start()
+            yield pb.GenerateResponse(started=self._started(call))
             while (message := await stream.next()) is not None:
                 yield message
         finally:
@@ -330,7 +329,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             }
         )
 
-    def _close(self, call: _Call, context: Context) -> None:
+    def _close(self, call: _Call) -> None:
         """Count and describe the end, however it came."""
         self._calls.pop(call.request_id, None)
         now = asyncio.get_running_loop().time()
@@ -352,7 +351,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     error=ended.error.reason if ended.error is not None else "",
                 )
             )
-        self._count_load()
         if not call.span.is_recording():
             return
         all_stats = [ended.stats for ended in stream]
@@ -369,11 +367,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         if first_token_s is not None:
             call.span.set_attribute(Key.FIRST_CHUNK_S, first_token_s)
-
-    def _count_load(self) -> None:
-        metrics, admission = self._parts.metrics, self._parts.admission
-        metrics.running.set(admission.num_running)
-        metrics.waiting.set(admission.num_waiting)
 
 
 def _finish_label(ended: Ended) -> str:

@@ -11,11 +11,21 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.messages import Outcome
+from coordinator.protocol import Session
 from coordinator.replica import CoordinatorReplica
 from protos.specmesh.v1 import generation_pb2 as pb
+from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
 from specmesh.config import AdmissionSettings, SpeculationSettings
-from specmesh.errors import InvalidRequest, ModelMismatch, NotReady, TooBusy, Unauthenticated
+from specmesh.errors import (
+    InternalError,
+    InvalidRequest,
+    ModelMismatch,
+    NotReady,
+    TooBusy,
+    Unauthenticated,
+)
 from specmesh.rpc import READINESS, RpcLimits, create_channel
 from tests.e2e.stack import (
     VOCAB_SIZE,
@@ -345,6 +355,45 @@ async def test_mismatched_draft_is_refused_at_start(changes: dict[str, Any]) -> 
             await replica.start()
         # Whichever side shakes hands second is the one named; both may be.
         assert str(draft.address) in str(refused.value) or str(target.address) in str(refused.value)
+
+
+async def test_bug_in_one_session_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception in a session ends that request with INTERNAL; the link and the other
+    requests on it go on, and the failed one's pages are freed."""
+    commit = Session._commit
+
+    def broken(session: Session, outcome: Outcome) -> None:
+        if session.plan.prompt == (9, 9) and session.round_index == 2:
+            raise RuntimeError("planted")
+        commit(session, outcome)
+
+    async with running_stack() as stack:
+        wanted = await tokens_of(stack, seed=3)
+        monkeypatch.setattr(Session, "_commit", broken)
+        async with AsyncClient(stack.address, retry=RetryPolicy(max_attempts=1)) as client:
+            failed, found = await asyncio.gather(
+                client.generate([9, 9], options(num_draft_tokens=2)),
+                tokens_of(stack, seed=3),
+                return_exceptions=True,
+            )
+        assert isinstance(failed, InternalError)
+        assert "planted" not in str(failed)
+        assert found == wanted
+        await stack.all_pages_free()
+
+
+async def test_request_id_is_in_the_initial_metadata() -> None:
+    """grpcurl and other clients see the id before the first message."""
+    async with running_stack() as stack:
+        channel = create_channel(stack.address, RpcLimits())
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(options().request(PROMPT), timeout=30)
+        metadata = dict(await call.initial_metadata())
+        started = (await call.read()).started
+        assert metadata["request-id"] == started.request_id
+        call.cancel()
+        await channel.close()
+        await stack.all_pages_free()
 
 
 async def test_health_and_info() -> None:

@@ -318,6 +318,26 @@ def test_closing_happens_once_per_side() -> None:
     assert sorted(side.value for side in closes) == ["draft", "target"]
 
 
+@pytest.mark.parametrize("decide_here", [False, True])
+@pytest.mark.parametrize("cycle", [(3, 0, 3), (1, 8, 0, 0, 2), (0, 5)])
+def test_k_may_change_at_every_round(cycle: tuple[int, ...], decide_here: bool) -> None:
+    """k = 3, 0, 3 and the like: what was not fed meanwhile is fed then, the tokens are the same."""
+    plan = plan_of(decide_here=decide_here)
+    loopback: Loopback
+
+    def choose(limit: int) -> int:
+        return min(limit, cycle[len(loopback.records) % len(cycle)])
+
+    loopback = Loopback(
+        make_session(plan, choose),
+        {"target": FakeTarget(decide_here=decide_here)},
+        {"draft": FakeDraft()},
+    )
+    loopback.run()
+    assert loopback.tokens == expected_output(PROMPT, 30)
+    assert len({record.num_draft_tokens for record in loopback.records}) >= 2
+
+
 def test_choice_is_made_before_the_draw() -> None:
     """The policy is asked with the room left and nothing else; what it says is what is drafted."""
     asked: list[int] = []
