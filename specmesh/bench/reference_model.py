@@ -1,6 +1,6 @@
 """The baseline: the same weights in transformers, in this process.
 
-Float32 on the CPU with torch's own thread count, as the services run. Owns timing of `generate` and
+Float32 on the CPU with as many threads as the services. Owns timing of `generate` and
 of one forward pass.
 """
 
@@ -15,11 +15,13 @@ from typing import Any
 class ReferenceModel:
     """A transformers model, loaded once. Every call is timed with a monotonic clock."""
 
-    def __init__(self, folder: Path) -> None:
-        """Load `folder` in float32. Takes seconds and the weights' memory."""
+    def __init__(self, folder: Path, num_threads: int | None = None) -> None:
+        """Load `folder` in float32; num_threads is set for the whole process."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self._torch = torch
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

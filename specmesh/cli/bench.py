@@ -33,6 +33,9 @@ def bench(
         4, "-k", "--num-draft-tokens", min=1, help="Candidates a round where speculation is timed."
     ),
     concurrency: int = typer.Option(16, "--concurrency", min=2, help="Requests at a time."),
+    num_threads: int | None = typer.Option(
+        None, "--num-threads", min=1, help="Device threads of each model; default: torch's choice."
+    ),
     as_json: bool = typer.Option(False, "--json", help="JSON lines on standard output, no tables."),
     output: Path | None = typer.Option(None, "--output", help="Also append JSON lines to a file."),
 ) -> None:
@@ -57,7 +60,7 @@ def bench(
                     ports=Ports(coordinator=0, draft=0, target=0),
                     trace_dir=trace_dir,
                     extra={
-                        service: ["--telemetry.metrics-port", str(port)]
+                        service: service_flags(port, num_threads)
                         for service, port in metrics.items()
                     },
                 ) as (stack, start_s),
@@ -65,7 +68,8 @@ def bench(
             ):
                 address = stack.address("coordinator")
                 report = status.update if status is not None else _ignore
-                suite = Suite(address, trace_dir, ReferenceModel(models[0]), plan, report)
+                reference = ReferenceModel(models[0], num_threads)
+                suite = Suite(address, trace_dir, reference, plan, report)
                 warm_up_s = {name: warm_up_seconds(port) for name, port in metrics.items()}
                 results = suite.run(start_s, warm_up_s)
     except Interrupted as interrupted:
@@ -78,6 +82,14 @@ def bench(
     if output is not None:
         with output.open("a") as file:
             file.write("\n".join(lines) + "\n")
+
+
+def service_flags(metrics_port: int, num_threads: int | None) -> list[str]:
+    """Flags of a service under measurement."""
+    flags = ["--telemetry.metrics-port", str(metrics_port)]
+    if num_threads is not None:
+        flags += ["--engine.num-threads", str(num_threads)]
+    return flags
 
 
 def _ignore(_text: str) -> None:
