@@ -11,7 +11,7 @@ from specmesh import rpc, wire
 from specmesh.engine.runner import EngineOptions
 from specmesh.errors import PrefixMismatch
 from specmesh.shaping import TokenShaper
-from tests.rpc.fake_model import PrefixDecoder
+from tests.rpc.fake_model import EMPTY, PrefixDecoder
 from tests.rpc.peers import (
     AT_COORDINATOR,
     COUPLED,
@@ -42,6 +42,19 @@ async def settled(service) -> None:
     loop = asyncio.get_running_loop()
     service.engine._inbox.put(lambda: loop.call_soon_threadsafe(done.set_result, None))
     await done
+
+
+def assert_cold_rows(model, script: Script, answer, candidates) -> None:
+    """The answer's rows are those of one cold pass over the script's prefix and the candidates."""
+    assert reason(answer) == ""
+    rows = answer.verdict.distributions
+    assert len(rows) == len(candidates) + 1
+    prompt_len = script.prompt_len or len(PROMPT)
+    shaper = TokenShaper(script.params, VOCAB, prompt_len)
+    for index, message in enumerate(rows):
+        seen = [*script.tokens, *candidates[:index]]
+        expected = shaper.row(model.logits(seen), seen)
+        assert torch.equal(wire.decode(message, VOCAB).dense(), expected)
 
 
 async def test_a_repeat_gets_the_stored_answer_without_work() -> None:
@@ -141,11 +154,7 @@ async def test_a_mismatch_changes_nothing_and_tells_how_to_resync() -> None:
         answer = await link.call(resync)
         assert answer.before.confirmed_len == len(truth)
         assert answer.before.kv_len == common
-        for index, message in enumerate(answer.verdict.distributions):
-            seen = [*truth, *[1, 2][:index]]
-            shaper = TokenShaper(script.params, VOCAB, len(PROMPT))
-            expected = shaper.row(model.logits(seen), seen)
-            assert torch.equal(wire.decode(message, VOCAB).dense(), expected)
+        assert_cold_rows(model, script, answer, [1, 2])
 
 
 async def test_a_failed_command_is_undone_whole() -> None:
@@ -158,15 +167,15 @@ async def test_a_failed_command_is_undone_whole() -> None:
         before = (list(session.ledger.tokens), session.ledger.num_pending)
         known = script.known_len
         script.tokens = [*script.tokens, 13]
+        pages = list(session.block_table)
         assert reason(await link.call(script.verify([1]))) == "NUMERIC_FAULT"
+        # What may hold NaN is wiped before anyone can read it again.
+        assert session.block_table == []
+        assert (service.engine._executor._device.cache.slots[pages[-1]] == EMPTY).all()
         assert (session.ledger.tokens, session.ledger.num_pending) == before
         script.tokens, script.known_len = script.tokens[:-1], known
         answer = await link.call(script.verify([1, 2], decide_at=AT_COORDINATOR))
-        shaper = TokenShaper(script.params, VOCAB, len(PROMPT))
-        for index, message in enumerate(answer.verdict.distributions):
-            seen = [*script.tokens, *[1, 2][:index]]
-            expected = shaper.row(model.logits(seen), seen)
-            assert torch.equal(wire.decode(message, VOCAB).dense(), expected)
+        assert_cold_rows(model, script, answer, [1, 2])
         service.pool.check_integrity()
 
 
@@ -208,9 +217,10 @@ async def test_prefixes_are_reused_and_shared_pages_never_written() -> None:
     model = PrefixDecoder(VOCAB)
     prompt = [word % VOCAB for word in range(3, 24)]
     async with running("target", model, Setup(page_size=4)) as service, linked(service) as link:
-        first = Script("target", "a", list(prompt), max_len=64, rule=COUPLED)
+        shared = {"max_len": 64, "rule": COUPLED, "prompt_len": len(prompt)}
+        first = Script("target", "a", list(prompt), **shared)
         await opened(link, first)
-        second = Script("target", "b", list(prompt), max_len=64, rule=COUPLED)
+        second = Script("target", "b", list(prompt), **shared)
         await link.call(second.open())
         model.calls.clear()
         answer = await link.call(second.verify())
@@ -219,15 +229,13 @@ async def test_prefixes_are_reused_and_shared_pages_never_written() -> None:
         second.committed(answer.verdict.tokens)
         for script in (first, second, first, second):
             rows = await link.call(script.verify([2, 3, 4, 5, 6], decide_at=AT_COORDINATOR))
-            shaper = TokenShaper(script.params, VOCAB, len(prompt))
-            for index, message in enumerate(rows.verdict.distributions):
-                seen = [*script.tokens, *[2, 3, 4, 5, 6][:index]]
-                expected = shaper.row(model.logits(seen), seen)
-                assert torch.equal(wire.decode(message, VOCAB).dense(), expected)
+            assert_cold_rows(model, script, rows, [2, 3, 4, 5, 6])
         # A resync truncates the second into a shared page: copied, not overwritten.
         second.tokens = [*prompt[:10], 1, 1, 1, 1]
-        resync = second.verify(append_from=8, resync=True, decide_at=AT_COORDINATOR)
-        assert reason(await link.call(resync)) == ""
+        resync = second.verify([7], append_from=10, resync=True, decide_at=AT_COORDINATOR)
+        answer = await link.call(resync)
+        assert answer.before.kv_len == 10
+        assert_cold_rows(model, second, answer, [7])
         third = Script("target", "c", list(prompt), max_len=64)
         await link.call(third.open())
         answer = await link.call(third.verify(decide_at=AT_COORDINATOR))
