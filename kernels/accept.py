@@ -102,8 +102,8 @@ def weights_leaf(row, leaf, stride, vocab_size, LEAF: tl.constexpr):
 def merge_winners(packed, exponents, top, seen, rule):
     """Winner id of each row from its leaves' winners; rates are brought to one scale first."""
     if rule == COUPLED:
-        gap = tl.where(exponents == float("-inf"), -127.0, exponents - tl.expand_dims(top, 1))
-        rate = unpack_rate(packed) * power_of_two(gap)
+        gap = exponents - tl.expand_dims(tl.where(top == float("-inf"), 0.0, top), 1)
+        rate = unpack_rate(packed) * power_of_two(tl.maximum(gap, -127.0))
         packed = tl.where(rate > 0, pack_rate(rate, unpack_id(packed)), 0)
     lowest = tl.full(packed.shape, -0x8000000000000000, tl.int64)
     return unpack_id(tl.max(tl.where(seen, packed, lowest), 1))
@@ -140,7 +140,7 @@ def _sparse_masses(
 
 
 @triton.jit
-def _judge_kernel(
+def _judge_kernel(  # noqa: C901 - one launch holds every kind of row and rule
     logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
     thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
     draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, arrivals,
@@ -344,7 +344,7 @@ def _sparse_tile(ids, weights, stride_n, stride_w, num_ids, places_of, first_id,
 
 
 @triton.jit
-def _close_kernel(
+def _close_kernel(  # noqa: C901 - as above
     logits, first_rows, num_candidates, seeds, base_lens, temperatures, thresholds,
     draft, draft_ids, draft_temperatures, draft_thresholds, choice, choice_scales, best_rates,
     arrivals, tokens,
@@ -382,7 +382,7 @@ def _close_kernel(
             draft_row_ids += session.to(tl.int64) * stride_ib + index.to(tl.int64) * stride_ik
         if KIND == LOGITS:
             draft_scale = scale_of(tl.load(draft_temperatures + session), RESIDUAL)
-            if draft_thresholds is not None:
+            if draft_thresholds is not None:  # noqa: SIM102 - known when compiled
                 if index < num:
                     draft_bar = tl.load(draft_thresholds + session * BUCKET + index)
         else:
@@ -396,7 +396,7 @@ def _close_kernel(
         ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
         scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
         weights = weigh(scores, scale, point)
-        if KIND != NO_DRAFT:
+        if KIND != NO_DRAFT:  # noqa: SIM102 - known when compiled
             if rejected:
                 if KIND == SPARSE:
                     held = _sparse_tile(

@@ -156,8 +156,8 @@ def _elapsed_ms(call: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def measure(case: Case) -> dict[str, object]:
-    """Check one case, then time it and its anchors. Returns its JSON object."""
+def measure(case: Case, without: Sequence[str] = ()) -> dict[str, object]:
+    """Check one case, then time it and its anchors but those named in `without`: a JSON object."""
     workloads = [case.make(seed) for seed in range(case.num_sets)]
     for workload in workloads:
         check(workload)
@@ -165,6 +165,8 @@ def measure(case: Case) -> dict[str, object]:
     anchors: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     for name in workloads[0].anchors:
+        if name in without:
+            continue
         try:
             calls = [w.anchors[name] for w in workloads]
             anchor = time_calls(calls, graph=case.graph, num_samples=case.num_samples)
@@ -244,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--only", default="", help="names, separated by commas; all by default")
     parser.add_argument("--json", type=Path, help="append one JSON object a case to this file")
+    parser.add_argument("--without", default="", help="anchors to leave out, by name")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     chosen = parser.parse_args(arguments)
     cases = all_cases()
@@ -256,10 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such case: {', '.join(unknown)}")
     if not torch.cuda.is_available():
         parser.error("these benchmarks need a CUDA device")
-    return run_cases([case for case in cases if not names or case.name in names], chosen.json)
+    cases = [case for case in cases if not names or case.name in names]
+    return run_cases(cases, chosen.json, chosen.without.split(","))
 
 
-def run_cases(cases: Sequence[Case], json_path: Path | None) -> int:
+def run_cases(cases: Sequence[Case], json_path: Path | None, without: Sequence[str] = ()) -> int:
     """Measure each case, printing the table as it grows and appending JSON lines to json_path."""
     context = {"versions": versions(), "command": shlex.join(["python", "-m", *_own_command()])}
     sys.stdout.write(HEADER + "\n")
@@ -267,7 +271,7 @@ def run_cases(cases: Sequence[Case], json_path: Path | None) -> int:
     for case in cases:
         report: dict[str, object]
         try:
-            report = measure(case)
+            report = measure(case, without)
         except Exception as error:  # noqa: BLE001 - one broken case must not hide the others
             report = {"name": case.name, "error": f"{type(error).__name__}: {error}"[:400]}
             failed += 1

@@ -27,13 +27,6 @@ UNIFORM_MAX = tl.constexpr(streams.UNIFORM_MAX)
 
 
 @triton.jit
-def _product(a, MULTIPLIER: tl.constexpr):
-    """Both halves of a 32 x 32 bit product: one wide multiply on the device."""
-    wide = a.to(tl.uint64) * MULTIPLIER
-    return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
-
-
-@triton.jit
 def philox(seed, word0, position, round_key, purpose):
     """The four words (uint32) of one call for each word0; seed int64, the rest 32 bit."""
     c0 = word0.to(tl.uint32)
@@ -43,12 +36,12 @@ def philox(seed, word0, position, round_key, purpose):
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(NUM_ROUNDS):
-        high_0, low_0 = _product(c0, MULTIPLIER_0)
-        high_1, low_1 = _product(c2, MULTIPLIER_1)
-        c0 = high_1 ^ c1 ^ k0
-        c2 = high_0 ^ c3 ^ k1
-        c1 = low_1
-        c3 = low_0
+        product_0 = c0.to(tl.uint64) * MULTIPLIER_0  # one wide multiply on the device
+        product_1 = c2.to(tl.uint64) * MULTIPLIER_1
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product_1.to(tl.uint32)
+        c3 = product_0.to(tl.uint32)
         k0 = (k0 + WEYL_0).to(tl.uint32)
         k1 = (k1 + WEYL_1).to(tl.uint32)
     return c0, c1, c2, c3

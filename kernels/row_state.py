@@ -22,6 +22,7 @@ from kernels.configs import INTERPRETED
 from kernels.philox import exponential, uniform_at, uniform_tile
 
 LEAF = 8192
+RACE_ROWS = tl.constexpr(2)  # runs of ids raced at a time: registers, not results, depend on it
 INTERPRETING = tl.constexpr(INTERPRETED)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -162,11 +163,11 @@ def race_leaf(
 ):  # fmt: skip
     """Winner of one leaf, packed, with rates on the leaf's own scale 2^point. Reads it again."""
     best = tl.zeros_like(seed)
-    for tile in range(0, LEAF // (2 * RUN)):
-        first = leaf * LEAF + tile * (2 * RUN)
-        ids = tile_ids(first, 2, RUN)
+    for tile in range(0, LEAF // (RACE_ROWS * RUN)):
+        first = leaf * LEAF + tile * (RACE_ROWS * RUN)
+        ids = tile_ids(first, RACE_ROWS, RUN)
         scores = load_scores(row, ids, stride, vocab_size, threshold, FILTERED)
-        u = uniform_tile(seed, first, position, round_key, stream, 2, RUN)
+        u = uniform_tile(seed, first, position, round_key, stream, RACE_ROWS, RUN)
         best = race(weigh(scores, scale, point), u, ids, best, seed, position, round_key, stream)
     return best
 

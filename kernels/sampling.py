@@ -139,7 +139,7 @@ def accept(
     else:
         kind = int(draft.kind)
         _require_draft(draft, round_)
-    batch, bucket = round_.candidates.shape
+    batch = round_.candidates.shape[0]
     if scratch.shape[0] < batch:
         raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the round has {batch}")
     tokens, counts, log_probs = torch.ops.specmesh.accept(

@@ -28,10 +28,22 @@ class Launch:
         return 128 * self.num_warps
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """tile: groups read at a time. capacity: scores searched in registers."""
+
+    tile: int
+    capacity: int
+    num_warps: int
+
+
 _JUDGE = {"sm_90": Launch(per_program=1), "cpu": Launch(per_program=2, num_warps=32)}
 _JUDGE_FALLBACK = Launch(per_program=2, num_warps=8)
 _CLOSE = {"sm_90": Launch(per_program=2), "cpu": Launch(per_program=1, num_warps=16, rows=4)}
 _CLOSE_FALLBACK = Launch(per_program=2)
+
+_SEARCH = {"sm_90": Search(16, 2048, 8), "cpu": Search(32, 1024, 8)}
+_SEARCH_FALLBACK = Search(32, 2048, 8)
 
 
 def judge_launch(device: torch.device) -> Launch:
@@ -42,3 +54,8 @@ def judge_launch(device: torch.device) -> Launch:
 def close_launch(device: torch.device) -> Launch:
     """Launch of the closing draw."""
     return _CLOSE.get(architecture(device), _CLOSE_FALLBACK)
+
+
+def threshold_launch(device: torch.device) -> Search:
+    """Launch of the threshold search."""
+    return _SEARCH.get(architecture(device), _SEARCH_FALLBACK)
