@@ -185,6 +185,7 @@ def test_a_dropped_command_never_runs() -> None:
     assert bench.step() == []
     assert not bench.scheduler.has_work
     assert bench.pool.num_used == 0
+    assert not bench.scheduler._holders  # nothing of an ended session is remembered
 
 
 def test_shared_pages_are_copied_before_they_are_written() -> None:
