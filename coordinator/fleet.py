@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-
 from coordinator.links import Credentials, ReplicaLink
 from coordinator.messages import (
     DraftPlaced,

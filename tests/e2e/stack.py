@@ -95,15 +95,20 @@ async def running_stack(
     num_drafts: int = 1,
     draft_seed: int = 1,
     setup: peers.Setup | None = None,
+    draft_setup: peers.Setup | None = None,
     **changes: Any,
 ) -> AsyncIterator[Stack]:
     """Targets share one model; the drafts' model differs from it unless draft_seed is 0."""
     async with AsyncExitStack() as exits:
         services: dict[str, list[peers.Service]] = {"target": [], "draft": []}
-        for side, count, seed in (("target", num_targets, 0), ("draft", num_drafts, draft_seed)):
+        sides = (
+            ("target", num_targets, 0, setup),
+            ("draft", num_drafts, draft_seed, draft_setup or setup),
+        )
+        for side, count, seed, own in sides:
             for index in range(count):
                 decoder = PrefixDecoder(VOCAB_SIZE, seed=seed)
-                service = await exits.enter_async_context(peers.running(side, decoder, setup))
+                service = await exits.enter_async_context(peers.running(side, decoder, own))
                 service.state.set_ready(model_info(service, f"{side}-{index}"), service.links)
                 services[side].append(service)
         settings = settings_of(services["target"], services["draft"], **changes)

@@ -14,6 +14,7 @@ import pytest
 from coordinator.messages import Outcome
 from coordinator.protocol import Session
 from coordinator.replica import CoordinatorReplica
+from draft_service.proposer import Proposer
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
@@ -242,6 +243,46 @@ async def test_draft_lost_midway_changes_nothing() -> None:
         reasons = dict(finished.speculation.fallback_rounds)
         assert set(reasons) <= {"draft_lost", "draft_resync", "budget", "draft_session_lost"}
         assert "draft_lost" in reasons
+        await stack.all_pages_free()
+
+
+@pytest.mark.parametrize("decide_at", ["target", "coordinator"])
+async def test_lying_draft_is_found_within_a_round(
+    decide_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that sends another token than its row and noise give is off after its first block,
+    for that request, in both placements; the request goes on without it."""
+    draw = Proposer._draw
+
+    def lying(proposer: Proposer, task: Any, drafting: Any, logits: Any) -> None:
+        draw(proposer, task, drafting, logits)
+        row = drafting.rows[-1]
+        others = [t for t in range(VOCAB_SIZE) if t != drafting.tokens[-1] and row.weight(t) > 0]
+        drafting.tokens[-1] = others[0]
+
+    monkeypatch.setattr(Proposer, "_draw", lying)
+    async with running_stack() as stack:
+        fields = {"seed": 5, "rule": "residual", "num_draft_tokens": 3, "decide_at": decide_at}
+        generation = await stack.client.generate(PROMPT, options(**fields))
+        stats = generation.finished[0].speculation
+        assert len(generation.token_ids[0]) == 24
+        assert (stats.num_draft_tokens, stats.num_accepted) == (3, 0)
+        assert set(stats.fallback_rounds) <= {"draft_redraw_mismatch", "budget"}
+        await stack.all_pages_free()
+
+
+async def test_draft_without_memory_is_paused_and_probed() -> None:
+    """A draft whose pool can never hold the request: k = 0 with the reason, the same tokens; it is
+    offered again after a pause and a probe, and left alone when that helps nothing."""
+    setup = peers.Setup(num_pages=1)
+    async with running_stack(draft_setup=setup) as stack:
+        fields = {"seed": 8, "max_tokens": 200}
+        wanted = await tokens_of(stack, **fields, num_draft_tokens=0)
+        generation = await stack.client.generate(PROMPT, options(**fields, num_draft_tokens=3))
+        assert generation.token_ids[0] == wanted
+        reasons = dict(generation.finished[0].speculation.fallback_rounds)
+        assert "draft_out_of_memory" in reasons
+        assert set(reasons) <= {"draft_out_of_memory", "draft_resync", "draft_unstable", "budget"}
         await stack.all_pages_free()
 
 

@@ -198,14 +198,20 @@ def test_stop_string_cuts_text_and_keeps_ids(k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 3, None])
 def test_resume_at_every_round(k: int | None) -> None:
-    """Resumed at any round boundary, the rest is what the undisturbed run would have given."""
-    whole = run(plan_of(num_draft_tokens=k), FakeDraft())
+    """Resumed at any round boundary, the rest is what the undisturbed run would have given: ids,
+    and text to the letter, held back or not."""
+    natural = expected_output(PROMPT, 30)
+    stops = [f"{natural[index]}.?" for index in range(30)]  # every token may begin one
+    whole = run(plan_of(num_draft_tokens=k), FakeDraft(), stop_strings=stops)
     held: list[int] = []
+    text = ""
     for chunk in whole.chunks[:-1]:
         held.extend(chunk.tokens)
+        text += chunk.text
         plan = plan_of(num_draft_tokens=k, resume=tuple(held), resume_round=chunk.round_index + 1)
-        resumed = run(plan, FakeDraft())
+        resumed = run(plan, FakeDraft(), stop_strings=stops)
         assert held + resumed.tokens == whole.tokens
+        assert text + resumed.text == whole.text
         assert resumed.chunks[0].round_index == chunk.round_index + 1
         first = next(
             command
