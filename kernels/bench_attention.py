@@ -56,6 +56,7 @@ class Shape:
         return 2.0 * (2 * q + 2 * self.batch * self.kv_heads * self.keys * self.dim)
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q, k and v of this shape, on the GPU."""
         generator = torch.Generator("cuda").manual_seed(seed)
 
         def randn(heads: int, tokens: int) -> Tensor:
@@ -162,6 +163,7 @@ def _check_rows(shape: Shape, tensors: tuple[Tensor, ...], out: Tensor) -> None:
 
 
 def dense_case(name: str, shape: Shape, target_ms: float) -> Case:
+    """Forward attention over dense tensors beside its anchors."""
     def make(seed: int) -> Workload:
         q, k, v = shape.tensors(seed)
         result: list[Tensor] = []
@@ -283,6 +285,7 @@ def _check_paged(shape: Shape, q: Tensor, pools: list[Tensor], batch: PagedBatch
 
 
 def paged_case(name: str, shape: Shape, target_ms: float | None, num_sets: int = 2) -> Case:
+    """Attention over paged K/V beside its anchors, which get the same K/V dense."""
     call = paged_attention if shape.queries <= 8 else paged_prefill
 
     def make(seed: int) -> Workload:

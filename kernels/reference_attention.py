@@ -125,9 +125,11 @@ class AttentionOptions:
             raise ValueError(f"dropout_seed must be in [0, 2**63), got {self.dropout_seed}")
 
     def scale_for(self, head_dim: int) -> float:
+        """The scale of the scores: the one given, or head_dim ** -0.5."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def offset_for(self, num_queries: int, num_keys: int) -> int:
+        """The query offset: the one given, or that of bottom-right alignment."""
         return num_keys - num_queries if self.query_offset is None else self.query_offset
 
 

@@ -70,6 +70,7 @@ def _paged(shape: str, splits: tuple[Split, ...]) -> list[Candidate]:
 
 
 def candidates(names: list[str]) -> list[Candidate]:
+    """Every configuration to try for these shapes; of all shapes where none is named."""
     everything = {
         "P8k": _dense("P8k"),
         "P-off": _dense("P-off"),
@@ -115,6 +116,7 @@ def calls_for(candidate: Candidate, tensors: list[Any]) -> list[Callable[[], obj
 
 
 def tensors_for(name: str, num_sets: int) -> list[Any]:
+    """Sets of inputs for a shape; several, so that a call does not find its own in the cache."""
     shape = SHAPES[name]
     if name in ("V64", "V1", "D64", "P-off-paged"):
         return [cases.paged_tensors(shape, seed) for seed in range(num_sets)]
@@ -157,6 +159,7 @@ def time_candidates(chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    """Time the candidates and print the best of each shape; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kernels.configs.sweep_attention")
     parser.add_argument("--only", default="", help="shapes, separated by commas; all by default")
     parser.add_argument("--json", type=Path, help="write the results to this file")

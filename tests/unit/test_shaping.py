@@ -203,6 +203,13 @@ def test_padded_vocabulary_rows_are_cut() -> None:
             assert torch.equal(found, shaper(**changes).row(logits, [0]))
 
 
+def test_the_reference_gives_padding_no_weight() -> None:
+    """`reference.shape` over a padded row: ids >= vocab_size have weight 0, whatever they hold."""
+    logits = torch.tensor([0.0, 1.0, 50.0, math.nan])
+    row = reference.shape(logits, reference.Shaping(), vocab_size=2)
+    assert row.tolist() == [pytest.approx(math.exp(-1)), 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_logits_fail_the_row_that_is_read_and_no_other(bad: float) -> None:
     """NaN and +inf raise NumericFault on access; rows that are not judged do not count."""

@@ -149,6 +149,18 @@ def test_rounding_and_truncation_cost_at_most_the_dropped_mass(
     assert dropped == pytest.approx(variation, abs=1e-12)
 
 
+def test_rounding_counts_where_truncation_drops_next_to_nothing() -> None:
+    """Two ids hold nearly all mass: float16 rounding moves more of it than truncation drops."""
+    weights = torch.full((2000,), 1e-8)
+    weights[:3] = torch.tensor([1.0, 0.5001, 0.2503])
+    row, dropped = draft_row(weights, AUTO)
+    assert row.ids is not None
+    assert row.ids.tolist() == [0, 1, 2]
+    variation = float((law(weights) - law(row.dense())).clamp(min=0).sum())
+    assert dropped == pytest.approx(variation, rel=1e-6)
+    assert variation > 2 * (1.0 - float(law(weights)[:3].sum()))
+
+
 @pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])
 def test_float16_rounding_does_not_depend_on_the_scale_of_a_row(factor: float) -> None:
     """Rows are scaled into float16's range by a power of two: no overflow, little underflow."""
