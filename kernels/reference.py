@@ -251,40 +251,39 @@ def shape(
 
 
 def _top_p_threshold(weights: Tensor, top_p: float) -> Tensor:
-    """The smallest weight that nucleus truncation keeps: mass strictly above it < top_p * total.
-
-    Looks at the largest weights first: a peaked row costs no full sort.
-    """
-    bound = top_p * total(weights)
-    largest = torch.topk(weights, min(1024, weights.numel())).values
+    """The smallest weight that nucleus truncation keeps: mass strictly above it < top_p * total."""
+    row_total = total(weights)
+    largest = weights[_heavy_ids(weights, (1.0 - top_p) * row_total)].sort(descending=True).values
     mass_through = largest.to(torch.float64).cumsum(0)
-    if bool(mass_through[-1] < bound):
-        largest = torch.from_numpy(np.sort(weights.numpy())[::-1].copy())
-        mass_through = largest.to(torch.float64).cumsum(0)
-    beyond = (mass_through >= bound).nonzero()
+    beyond = (mass_through >= top_p * row_total).nonzero()
     # None when top_p is so near 1 that rounding leaves the whole row below the bound: keep all.
     return largest[beyond[0, 0]] if beyond.numel() else largest[-1]
+
+
+def _heavy_ids(weights: Tensor, dispensable_mass: Number) -> Tensor:
+    """Ids (int64, ascending) whose weight alone reaches dispensable_mass / n, zeros left out.
+
+    The others weigh less than dispensable_mass together, so a smallest set that may leave out
+    that much never needs them: exact, and a peaked row costs no full sort.
+    """
+    needed = (weights > 0) & (weights >= dispensable_mass / weights.numel())
+    return torch.from_numpy(np.flatnonzero(needed.numpy()))
 
 
 def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor, Tensor, float]:
     """Keep the smallest set of mass >= 1 - dropped_mass, at most max_ids ids (DESIGN section 5).
 
     Done before the draw, so the truncated row *is* q: exact, at a cost in acceptance of at most
-    the mass dropped. Returns (ids int64 ascending, weights at those ids, mass really dropped).
+    the mass dropped. Of ids tied at the smallest weight kept, the lowest stay. Returns (ids int64
+    ascending, weights at those ids, mass really dropped).
     """
-    size = min(max_ids, int(torch.count_nonzero(weights)))
-    largest = torch.topk(weights, size).values
     row_total = float(total(weights))
-    mass_through = largest.to(torch.float64).cumsum(0)
+    heavy = _heavy_ids(weights, dropped_mass * row_total)
+    largest, order = weights[heavy].sort(descending=True, stable=True)
+    mass_through = largest[:max_ids].to(torch.float64).cumsum(0)
     enough = (mass_through >= (1.0 - dropped_mass) * row_total).nonzero()
-    num_kept = int(enough[0, 0]) + 1 if enough.numel() else size
-    smallest = largest[num_kept - 1]
-    ids = torch.from_numpy(np.flatnonzero((weights >= smallest).numpy()))
-    surplus = ids.numel() - num_kept
-    if surplus:  # of ids tied at the smallest weight kept, the highest are dropped
-        kept = torch.ones_like(ids, dtype=torch.bool)
-        kept[(weights[ids] == smallest).nonzero()[-surplus:, 0]] = False
-        ids = ids[kept]
+    num_kept = int(enough[0, 0]) + 1 if enough.numel() else mass_through.numel()
+    ids = heavy[order[:num_kept]].sort().values
     return ids, weights[ids], max(0.0, 1.0 - float(mass_through[num_kept - 1]) / row_total)
 
 
