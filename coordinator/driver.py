@@ -53,7 +53,7 @@ from coordinator.messages import (
 )
 from coordinator.placement import prefix_key
 from coordinator.protocol import Session, Stage
-from coordinator.records import RoundClock, RoundRecorder
+from coordinator.records import FinishedRound, RoundClock, RoundRecorder
 from coordinator.translate import draft_reply, target_reply, to_wire
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import LinkSettings
@@ -123,6 +123,7 @@ class Driver:
         self._timers: dict[Side, asyncio.TimerHandle] = {}
         self._clock = RoundClock()
         self._opened_on_rows = False
+        self._finished_rounds: deque[FinishedRound] = deque()
         self._audit: asyncio.Future[AuditResult] | None = None
 
     @property
@@ -180,6 +181,8 @@ class Driver:
             self._is_stepping = False
         if self.is_done:
             self._end()
+        elif self._finished_rounds:
+            self._loop.call_soon(self._record_rounds)
 
     def _step(self, event: Event) -> None:
         self._clock.stepped()
@@ -338,14 +341,21 @@ class Driver:
 
     def _round_done(self, action: RoundDone) -> None:
         timing = self._clock.end_round(action, time.perf_counter_ns())
+        span = self._recorder.detach()
         audit, self._audit = self._audit, None
         if audit is None:
-            self._recorder.record(self._session, action, timing, None)
+            self._finished_rounds.append(FinishedRound(action, timing, span))
             return
-        span = self._recorder.detach()
         audit.add_done_callback(
-            lambda done: self._recorder.record(self._session, action, timing, done.result(), span)
+            lambda done: self._recorder.record(
+                self._session, FinishedRound(action, timing, span, done.result())
+            )
         )
+
+    def _record_rounds(self) -> None:
+        """Write down finished rounds: after the next round's commands are on their way."""
+        while self._finished_rounds:
+            self._recorder.record(self._session, self._finished_rounds.popleft())
 
     def _draft_off(self, action: DraftSwitchedOff) -> None:
         self._recorder.metrics.draft_disabled.labels(action.reason).inc()
@@ -368,6 +378,7 @@ class Driver:
 
     def _end(self) -> None:
         self._inbox.clear()
+        self._record_rounds()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -54,6 +54,16 @@ class RoundTiming:
     end_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedRound:
+    """A committed round that is still to be written down. span: None where it is not sampled."""
+
+    done: RoundDone
+    timing: RoundTiming
+    span: Span | None
+    audit: AuditResult | None = None
+
+
 class RoundClock:
     """Clock readings of the round in progress."""
 
@@ -140,16 +150,9 @@ class RoundRecorder:
             self._telemetry.fail(span, error)
             span.end()
 
-    def record(
-        self,
-        session: Session,
-        done: RoundDone,
-        timing: RoundTiming,
-        audit: AuditResult | None,
-        span: Span | None = None,
-    ) -> None:
+    def record(self, session: Session, finished: FinishedRound) -> None:
         """Give a committed round to the span, the metrics and the policy."""
-        span = span or self.detach()
+        done, timing, span, audit = finished.done, finished.timing, finished.span, finished.audit
         record = self._build(session, done, timing, audit)
         if done.num_draft_tokens:
             record.expected_tokens = self._policy.expected_tokens(done.num_draft_tokens)

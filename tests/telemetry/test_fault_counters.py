@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ async def test_a_reply_of_an_older_epoch_is_counted_and_dropped() -> None:
     current = fleet.sent[-1]
     assert current.epoch == old.epoch + 1
     answer(driver, current.epoch, current.round, verdict=late)
+    await asyncio.sleep(0)  # a round is written down after the next one's commands are out
     assert value(metrics, "specmesh_stale_replies_total", side="target") == 1
     assert value(metrics, "specmesh_output_tokens_total") == 1
     assert value(metrics, "specmesh_round_retries_total") == 1
