@@ -175,13 +175,37 @@ def bind(
 
 
 def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
-    """Mutual TLS of a server; None when it is off. Raises ConfigError for unreadable files."""
+    """Mutual TLS of a server; None when it is off. Raises ConfigError for unreadable files.
+
+    Files that change are read at the next handshake, so that certificates can be renewed in place.
+    """
     if tls.certificate is None:
         return None
-    private_key, certificate, authority = _read_tls(tls)
-    return grpc.ssl_server_credentials(
-        [(private_key, certificate)], root_certificates=authority, require_client_auth=True
+    current = _read_tls(tls)
+
+    def configuration() -> Any:
+        private_key, certificate, authority = current
+        return grpc.ssl_server_certificate_configuration(
+            [(private_key, certificate)], root_certificates=authority
+        )
+
+    def renewed() -> Any:
+        nonlocal current
+        try:
+            found = _read_tls(tls)
+        except ConfigError as error:
+            logger.error("certificates stay as they were", extra={"reason": str(error)})
+            return None
+        if found == current:
+            return None
+        current = found
+        logger.info("certificates read again")
+        return configuration()
+
+    credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+        configuration(), renewed, require_client_authentication=True
     )
+    return credentials
 
 
 def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials | None:

@@ -51,7 +51,7 @@ def fingerprint(folder: Path) -> str:
 
     Raises ConfigError where the folder's own checksums.json says that a file is damaged.
     """
-    recorded = _recorded(folder)
+    recorded = recorded_files(folder)
     total = hashlib.sha256()
     for file in [folder / "config.json", *weight_files(folder)]:
         digest = file_digest(file)
@@ -66,14 +66,15 @@ def fingerprint(folder: Path) -> str:
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder with checksums holds every file at its recorded size. Reads no contents."""
-    recorded = _recorded(folder)
+    recorded = recorded_files(folder)
     return bool(recorded) and all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
         for name, entry in recorded.items()
     )
 
 
-def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """`sha256` and `bytes` by file name as checksums.json has them; empty without one."""
     path = folder / CHECKSUMS_FILE
     files = read_json(path).get("files", {}) if path.is_file() else {}
     return dict(files)
