@@ -248,10 +248,11 @@ class AsyncClient:
     def _explain(self, error: grpc.aio.AioRpcError) -> SpecmeshError:
         explained = error_from_rpc(error)
         if isinstance(explained, NotReady):
+            text = explained.message
+            if "failed to connect" in text:  # gRPC names every layer; the last says what happened
+                text = f"cannot be reached ({text.rpartition(': ')[2]})"
             address = self._addresses[self._current]
-            return NotReady(
-                f"coordinator {address}: {explained.message}", retry_after_s=explained.retry_after_s
-            )
+            return NotReady(f"coordinator {address}: {text}", retry_after_s=explained.retry_after_s)
         return explained
 
 
