@@ -246,6 +246,7 @@ class Inputs:
         return self.q.shape[:3] if self.packing is None else (self.num_heads, self.q.shape[0])
 
     def lse_strides(self, lse: Tensor) -> tuple[int, int]:
+        """(batch, head) strides of lse; a packed one has no batch stride."""
         return (0, lse.stride(0)) if self.packing is not None else (lse.stride(0), lse.stride(1))
 
     def score_strides(self, tensor: Tensor | None) -> tuple[int, ...]:
@@ -333,6 +334,7 @@ def launch_forward(
         SOFTCAP=options.softcap > 0.0, BOTTOM_RIGHT=options.query_offset is None,
         FOLDED=options.softcap == 0.0 and inputs.bias is None and scale > 0.0,
         DROPOUT=options.dropout_p > 0.0, DESCRIPTORS=descriptors is not None,
-        ORDERED=tiles.ordered, AHEAD=tiles.ahead, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        ORDERED=tiles.ordered, AHEAD=tiles.ahead,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out, lse

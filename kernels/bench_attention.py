@@ -71,6 +71,7 @@ class Shape:
 
 
 PREFILL = Shape(4, 32, 32, 8192, 8192)
+PREFILL_64 = Shape(4, 32, 32, 8192, 8192, dim=64)
 OFFSET = Shape(8, 32, 8, 512, 8192)
 VERIFY = Shape(64, 32, 8, 5, 8192)
 VERIFY_ALONE = Shape(1, 32, 8, 5, 32768)
@@ -162,8 +163,9 @@ def _check_rows(shape: Shape, tensors: tuple[Tensor, ...], out: Tensor) -> None:
         assert_accurate(out[-1, head, rows], attend(DTYPE), attend(torch.float64))
 
 
-def dense_case(name: str, shape: Shape, target_ms: float) -> Case:
+def dense_case(name: str, shape: Shape, target_ms: float | None) -> Case:
     """Forward attention over dense tensors beside its anchors."""
+
     def make(seed: int) -> Workload:
         q, k, v = shape.tensors(seed)
         result: list[Tensor] = []
@@ -313,12 +315,13 @@ def paged_case(name: str, shape: Shape, target_ms: float | None, num_sets: int =
         return Workload(run, calls, check=check)
 
     floor = floor_ms(shape.bytes, shape.flop)
-    return Case(name, make, floor, target_ms, num_sets=num_sets, graph=floor < 0.1)
+    return Case(name, make, floor, target_ms, num_sets=num_sets, graph=True)
 
 
 CASES = [
     dense_case("P8k", PREFILL, 4.9),
     Case("P8k-bwd", _make_backward, floor_ms(flop=2.5 * PREFILL.flop), 18.7),
+    dense_case("P8k-d64", PREFILL_64, None),
     dense_case("P-off", OFFSET, 1.1),
     paged_case("P-off-paged", OFFSET, None),
     paged_case("V64", VERIFY, 0.60),

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import tanh
@@ -60,13 +61,18 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     scale, softcap, window,
     stride_qt, stride_qh, stride_ot, stride_oh,
     stride_kp, stride_kh, stride_kt, stride_vp, stride_vh, stride_vt, stride_table,
-    num_splits, num_row_tiles,
+    num_splits, num_row_tiles, num_rows,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
-    LEAF: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    LEAF: tl.constexpr, CHUNK: tl.constexpr, DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns."""
+    """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns.
+
+    FOLDED: scores need nothing but a positive scale, which then joins the exponent.
+    """
+    if DEPENDENTS:
+        gdc_launch_dependents()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2) // num_row_tiles
@@ -112,16 +118,11 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     block_tables += seq.to(tl.int64) * stride_table
     k_pool += kv_head.to(tl.int64) * stride_kh
     v_pool += kv_head.to(tl.int64) * stride_vh
-    # Scratch of this program: its partial, or the running total of the sequence's whole chunks.
-    part = (seq.to(tl.int64) * num_splits + split) * tl.num_programs(1) + kv_head
-    part = part * (num_row_tiles * ROWS) + first_row
-    part_m += part
-    part_l += part
-    part_u += part * BLOCK_D
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    factor = scale * 1.4426950408889634 if FOLDED else 1.4426950408889634  # log2 e
     # A span is a chunk, or the leaf of a launch that splits by leaf.
     first_span = begin // CHUNK * CHUNK
     for span in tl.range(first_span, end, CHUNK):
@@ -141,7 +142,7 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
             page = 0
             if PAGE % TILE == 0 and run_begin < run_end:
                 page = tl.load(block_tables + run_begin // PAGE)
-            for first in tl.range(run_begin, run_end, TILE):
+            for first in tl.range(run_begin, run_end, TILE, num_stages=None if run == 1 else 1):
                 if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other not
                     if first % LEAF == 0:
                         chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
@@ -166,10 +167,11 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
                     k_tile = tl.load(k_pool + k_at[:, None] + dims[None, :], inside, 0.0)
                     v_at = token * stride_vp + (keys % PAGE) * stride_vt
                     v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], inside, 0.0)
-                s = dot(q_tile, k_tile.T, tl.zeros([ROWS, TILE], tl.float32), ORDERED) * scale
-                if SOFTCAP:
-                    s = softcap * tanh(s / softcap)
-                s = s * 1.4426950408889634  # log2 e
+                s = dot(q_tile, k_tile.T, tl.zeros([ROWS, TILE], tl.float32), ORDERED)
+                if not FOLDED:
+                    s = s * scale
+                    if SOFTCAP:
+                        s = softcap * tanh(s / softcap)
                 if run != 1:
                     visible = keys[None, :] <= position[:, None]
                     if WINDOW:
@@ -177,33 +179,48 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
                     s = tl.where(visible, s, float("-inf"))
                     # Unwritten slots of the last page may hold anything, and 0 x NaN is NaN.
                     v_tile = tl.where((keys < context_len)[:, None], v_tile, 0.0)
-                m, l, decay, weights = weigh(m, l, s, 1.0, 1)  # noqa: E741
-                # On a new leaf decay is 0, which clears u (to +0): a reset would stall the product.
-                u = dot(weights.to(v_tile.dtype), v_tile, u * decay[:, None] + 0.0, ORDERED)
+                m, l, decay, weights = weigh(m, l, s, factor, 1)  # noqa: E741
+                # On a new leaf decay is 0, which clears u (to +0); a reset would stall the product.
+                u = dot(weights.to(v_tile.dtype), v_tile, tl.fma(u, decay[:, None], 0.0), ORDERED)
         if SPLIT != LEAF:
             chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS], tl.float32)  # noqa: E741
         else:
             chunk_m, chunk_l, chunk_u = m, l, u
+        # Scratch of this program: its partial, or the running total of the sequence's chunks.
+        part = (seq.to(tl.int64) * num_splits + split) * tl.num_programs(1) + kv_head
+        part = part * num_rows + first_row
         if SPLIT == 0:
             # The total would cost a third accumulator: it waits in scratch memory.
             total_m, total_l, total_u = _load_state(
-                part_m, part_l, part_u, own_rows, live & (span > first_span), BLOCK_D
+                part_m + part,
+                part_l + part,
+                part_u + part * BLOCK_D,
+                own_rows,
+                live & (span > first_span),
+                BLOCK_D,
             )
             chunk_m, chunk_l, chunk_u = merge(
                 total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 1
             )
             tl.debug_barrier()  # every thread has read before any overwrites
-        tl.store(part_m + own_rows, chunk_m, live)
-        tl.store(part_l + own_rows, chunk_l, live)
+        tl.store(part_m + part + own_rows, chunk_m, live)
+        tl.store(part_l + part + own_rows, chunk_l, live)
         part_at = own_rows[:, None] * BLOCK_D + dims[None, :]
-        tl.store(part_u + part_at, chunk_u, live[:, None])
+        tl.store(part_u + part * BLOCK_D + part_at, chunk_u, live[:, None])
         if SPLIT == 0:
             tl.debug_barrier()
     if SPLIT == 0:
+        part = seq.to(tl.int64) * tl.num_programs(1) + kv_head
+        part = part * num_rows + first_row
         m, l, u = _load_state(  # noqa: E741
-            part_m, part_l, part_u, own_rows, live & (end > 0), BLOCK_D
+            part_m + part,
+            part_l + part,
+            part_u + part * BLOCK_D,
+            own_rows,
+            live & (end > 0),
+            BLOCK_D,
         )
         result, row_lse = finalize(m, l, u, 1)
         out += first_token * stride_ot + (kv_head * GROUP).to(tl.int64) * stride_oh
@@ -220,12 +237,14 @@ def _fold_kernel(
     part_m, part_l, part_u, cu_seqlens_q, context_lens, out, lse, window,
     stride_ot, stride_oh, num_splits, num_rows, num_row_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Fold the partial states of ROWS rows in the contract's order, then finalize them.
 
     Four states load at a time, so that their latencies overlap; four leaves are one chunk.
     """
+    if WAIT:
+        gdc_wait()  # launched while the paged kernel still ran
     kv_head = tl.program_id(0)
     seq = tl.program_id(1) // num_row_blocks
     first_row = (tl.program_id(1) % num_row_blocks) * ROWS
@@ -341,35 +360,40 @@ def launch(
     if not q.numel():
         return out, lse
     pages = _page_descriptors(k_pool, v_pool, tiles)
-    row_tiles = triton.cdiv(batch.max_query_len * group, tiles.rows)
+    num_rows = batch.max_query_len * group
+    row_tiles = triton.cdiv(num_rows, tiles.rows)
+    scale = options.scale_for(head_dim)
     num_splits = triton.cdiv(max(batch.max_context_len, 1), split) if split else 1
-    num_parts = num_seqs * num_splits * kv_heads * row_tiles * tiles.rows
+    num_parts = num_seqs * num_splits * kv_heads * num_rows
     part_m, part_l = q.new_empty((2, num_parts), dtype=torch.float32)
     part_u = q.new_empty((num_parts, block_d), dtype=torch.float32)
     _paged_kernel[(num_splits, kv_heads, num_seqs * row_tiles)](
         q, k_pool, v_pool, *(pages or (None, None)),
         batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
         out, lse, part_m, part_l, part_u,
-        options.scale_for(head_dim), options.softcap, options.window or 0,
+        scale, options.softcap, options.window or 0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         *k_pool.stride()[:3], *v_pool.stride()[:3], batch.block_tables.stride(0),
-        num_splits, row_tiles,
+        num_splits, row_tiles, num_rows,
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=tiles.rows,
         TILE=tiles.tile, SPLIT=int(split), WINDOW=options.window is not None,
-        SOFTCAP=options.softcap > 0.0, DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
+        SOFTCAP=options.softcap > 0.0, FOLDED=options.softcap == 0.0 and scale > 0.0,
+        DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
         LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE,
+        DEPENDENTS=bool(split) and tiles.dependent_launch,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if split:
         fold_rows = tiles.fold_rows
-        row_blocks = triton.cdiv(batch.max_query_len * group, fold_rows)
+        # Interpreted launches know no such option, so it is passed only where a table asks for it.
+        launch_options = {"launch_pdl": True} if tiles.dependent_launch else {}
+        row_blocks = triton.cdiv(num_rows, fold_rows)
         _fold_kernel[(kv_heads, num_seqs * row_blocks)](
             part_m, part_l, part_u, batch.cu_seqlens_q, batch.context_lens, out, lse,
-            options.window or 0, out.stride(0), out.stride(1), num_splits, row_tiles * tiles.rows,
-            row_blocks,
+            options.window or 0, out.stride(0), out.stride(1), num_splits, num_rows, row_blocks,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=fold_rows, SPLIT=int(split),
-            WINDOW=options.window is not None, LEAF=LEAF_SIZE,
-            num_warps=tiles.fold_warps, enable_fp_fusion=False,
+            WINDOW=options.window is not None, LEAF=LEAF_SIZE, WAIT=tiles.dependent_launch,
+            num_warps=tiles.fold_warps, enable_fp_fusion=False, **launch_options,
         )  # fmt: skip
     return out, lse
 
@@ -377,14 +401,14 @@ def launch(
 def choose_split(batch: PagedBatch, kv_heads: int, tiles: PagedTiles) -> Split:
     """The coarsest split that still fills the device; a matter of speed alone.
 
-    Looks at host bounds only, so one graph bucket always takes one path.
+    Looks at host bounds only, so one graph bucket always takes one path. A whole sequence is for
+    contexts of one chunk: longer ones gain more from balance than the fold costs.
     """
-    pairs = batch.context_lens.numel() * kv_heads
-    for split in (Split.SEQUENCE, Split.CHUNK):
-        num_splits = triton.cdiv(batch.max_context_len, split) if split else 1
-        if pairs * num_splits >= tiles.min_programs or batch.max_context_len <= LEAF_SIZE:
-            return split
-    return Split.LEAF
+    num_chunks = triton.cdiv(batch.max_context_len, CHUNK_SIZE)
+    programs = batch.context_lens.numel() * kv_heads * num_chunks
+    if batch.max_context_len > LEAF_SIZE and programs < tiles.min_programs:
+        return Split.LEAF
+    return Split.CHUNK if num_chunks > 1 else Split.SEQUENCE
 
 
 @torch.library.custom_op("specmesh::paged_attention", mutates_args=())

@@ -38,7 +38,7 @@ def weigh(m, l, s, factor, AXIS: tl.constexpr):  # noqa: E741
     """
     m_new = tl.maximum(m, tl.max(s, AXIS) * factor)
     point = reference_point(m_new)
-    weights = tl.exp2(s * factor - tl.expand_dims(point, AXIS))
+    weights = tl.exp2(tl.fma(s, factor, -tl.expand_dims(point, AXIS)))
     decay = tl.exp2(m - point)
     return m_new, l * decay + tl.sum(weights, AXIS), decay, weights
 

@@ -23,8 +23,9 @@ class Tiles:
     """Block shape and launch shape of one kernel.
 
     block_m rows (queries), block_n keys. descriptors: load K and V tiles by bulk-copy descriptors
-    where the layout allows. ahead: compute scores one tile ahead of their use. ordered: sum products one by one (tests of bit-equality in the
-    interpreter, whose matrix product may depend on a row's place).
+    where the layout allows. ahead: compute scores one tile ahead of their use. ordered: sum
+    products one by one (tests of bit-equality in the interpreter, whose matrix product may depend
+    on a row's place).
     """
 
     block_m: int
@@ -42,7 +43,8 @@ class PagedTiles:
 
     tile: keys per score tile, part of the numeric contract. rows: packed query rows of a program;
     fold_rows: rows of a folding program. min_programs: (sequence, kv head, split) programs below
-    which a finer split is taken.
+    which a finer split is taken. descriptors: load pages by bulk copies where the layout allows.
+    dependent_launch: start the fold while the last paged programs run (it waits for them inside).
     """
 
     tile: int
@@ -51,8 +53,9 @@ class PagedTiles:
     num_stages: int = 3
     fold_rows: int = 4
     fold_warps: int = 4
-    min_programs: int = 256
+    min_programs: int = 128
     descriptors: bool = False
+    dependent_launch: bool = False
     ordered: bool = False
 
 
@@ -75,30 +78,33 @@ _CPU = Tiles(32, 32)
 _FLOAT32 = Tiles(32, 32, num_warps=4, num_stages=1)
 
 # (architecture, padded head_dim) -> tiles for 16-bit inputs.
-_FORWARD: dict[tuple[str, int], Tiles] = {
-    ("sm_90", 64): Tiles(128, 128, num_warps=8, num_stages=3, descriptors=True),
-    ("sm_90", 128): Tiles(128, 128, num_warps=8, num_stages=2, descriptors=True),
-    ("sm_90", 256): Tiles(128, 64, num_warps=8, num_stages=2, descriptors=True),
+FORWARD: dict[tuple[str, int], Tiles] = {
+    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=3),
+    ("sm_90", 128): Tiles(64, 64, num_warps=4, num_stages=3),
+    ("sm_90", 256): Tiles(64, 64, num_warps=8, num_stages=2),
 }
 _FORWARD_FALLBACK = Tiles(64, 32, num_warps=4, num_stages=2)
 
-_BACKWARD_KV: dict[tuple[str, int], Tiles] = {
-    ("sm_90", 64): Tiles(64, 128, num_warps=8, num_stages=2),
-    ("sm_90", 128): Tiles(64, 128, num_warps=8, num_stages=2),
-    ("sm_90", 256): Tiles(32, 64, num_warps=8, num_stages=1),
+BACKWARD_KV: dict[tuple[str, int], Tiles] = {
+    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=2, descriptors=True),
+    ("sm_90", 128): Tiles(64, 64, num_warps=4, num_stages=2, descriptors=True),
+    ("sm_90", 256): Tiles(32, 64, num_warps=8, num_stages=2, descriptors=True),
 }
-_BACKWARD_Q: dict[tuple[str, int], Tiles] = {
-    ("sm_90", 64): Tiles(128, 64, num_warps=8, num_stages=2),
-    ("sm_90", 128): Tiles(128, 64, num_warps=8, num_stages=2),
-    ("sm_90", 256): Tiles(64, 32, num_warps=8, num_stages=1),
+BACKWARD_Q: dict[tuple[str, int], Tiles] = {
+    ("sm_90", 64): Tiles(128, 64, num_warps=8, num_stages=3, descriptors=True),
+    ("sm_90", 128): Tiles(128, 64, num_warps=8, num_stages=3, descriptors=True),
+    ("sm_90", 256): Tiles(64, 64, num_warps=8, num_stages=2, descriptors=True),
 }
 _BACKWARD_FALLBACK = Tiles(32, 32, num_warps=4, num_stages=1)
 
-# (architecture, padded head_dim) -> (verify and decode, prefill). One tile per architecture and
-# head_dim: the two share their bits.
-_PAGED: dict[tuple[str, int], tuple[PagedTiles, PagedTiles]] = {
-    ("sm_90", 64): (PagedTiles(64, 64, descriptors=True), PagedTiles(64, 64, descriptors=True)),
-    ("sm_90", 128): (PagedTiles(64, 64, descriptors=True), PagedTiles(64, 64, descriptors=True)),
+# (architecture, padded head_dim) -> (verify and decode, prefill). One tile size per architecture
+# and head_dim: the two share their bits. 64 rows are one tensor-core product, and hold 8 queries of
+# a group of 8 heads.
+_VERIFY = PagedTiles(64, 64, fold_rows=1, fold_warps=1, descriptors=True, dependent_launch=True)
+_PREFILL = PagedTiles(64, 64, descriptors=True)
+PAGED: dict[tuple[str, int], tuple[PagedTiles, PagedTiles]] = {
+    ("sm_90", 64): (_VERIFY, _PREFILL),
+    ("sm_90", 128): (_VERIFY, _PREFILL),
 }
 _PAGED_CPU = (PagedTiles(32, 16, min_programs=4), PagedTiles(32, 64, min_programs=4))
 _PAGED_FALLBACK = (PagedTiles(64, 32, num_stages=1), PagedTiles(64, 32, num_stages=1))
@@ -118,14 +124,14 @@ def _look_up(table: dict[tuple[str, int], Tiles], fallback: Tiles, q: Tensor) ->
 
 def forward_tiles(q: Tensor) -> Tiles:
     """Tiles of the forward kernel for q [.., head_dim]."""
-    return _look_up(_FORWARD, _FORWARD_FALLBACK, q)
+    return _look_up(FORWARD, _FORWARD_FALLBACK, q)
 
 
 def backward_tiles(q: Tensor) -> tuple[Tiles, Tiles]:
     """Tiles of the two backward kernels: (dK and dV, dQ)."""
     return (
-        _look_up(_BACKWARD_KV, _BACKWARD_FALLBACK, q),
-        _look_up(_BACKWARD_Q, _BACKWARD_FALLBACK, q),
+        _look_up(BACKWARD_KV, _BACKWARD_FALLBACK, q),
+        _look_up(BACKWARD_Q, _BACKWARD_FALLBACK, q),
     )
 
 
@@ -133,5 +139,5 @@ def paged_tiles(q: Tensor, prefill: bool) -> PagedTiles:
     """Tiles of the paged kernel for q [tokens, heads, head_dim]."""
     if q.device.type != "cuda":
         return _PAGED_CPU[prefill]
-    pair = _PAGED.get((architecture(q), _padded(q.shape[-1])), _PAGED_FALLBACK)
+    pair = PAGED.get((architecture(q), _padded(q.shape[-1])), _PAGED_FALLBACK)
     return (_PAGED_FALLBACK if q.dtype == torch.float32 else pair)[prefill]

@@ -58,11 +58,13 @@ def _backward(shape: str) -> list[Candidate]:
 
 
 def _paged(shape: str, splits: tuple[Split, ...]) -> list[Candidate]:
+    folds = ((1, 1), (4, 1), (4, 4))
     tiles = [
-        PagedTiles(tile, 64, 4, stages, fold_rows=fold_rows, descriptors=True)
-        for tile, stages in ((64, 2), (64, 3), (32, 4))
-        for fold_rows in (1, 4, 16)
-    ] + [PagedTiles(64, 64, 4, 3)]
+        PagedTiles(tile, 64, 4, stages, *fold, 128, descriptors, dependent)
+        for tile, stages, descriptors in ((64, 3, True), (32, 4, True), (64, 3, False))
+        for dependent in (True, False)
+        for fold in folds
+    ]  # fmt: skip
     if shape == "P-off-paged":
         blocks = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3))
         tiles = [PagedTiles(64, *block, descriptors=True) for block in blocks]
@@ -73,12 +75,13 @@ def candidates(names: list[str]) -> list[Candidate]:
     """Every configuration to try for these shapes; of all shapes where none is named."""
     everything = {
         "P8k": _dense("P8k"),
+        "P8k-d64": _dense("P8k-d64"),
         "P-off": _dense("P-off"),
         "P8k-dkv": _backward("P8k-dkv"),
         "P8k-dq": _backward("P8k-dq"),
-        "V64": _paged("V64", (Split.SEQUENCE, Split.CHUNK)),
-        "D64": _paged("D64", (Split.SEQUENCE, Split.CHUNK)),
-        "V1": _paged("V1", (Split.CHUNK, Split.LEAF)),
+        "V64": _paged("V64", (Split.CHUNK,)),
+        "D64": _paged("D64", (Split.CHUNK,)),
+        "V1": _paged("V1", (Split.CHUNK,)),
         "P-off-paged": _paged("P-off-paged", (Split.SEQUENCE,)),
     }
     return [candidate for name in names or everything for candidate in everything[name]]
@@ -86,6 +89,7 @@ def candidates(names: list[str]) -> list[Candidate]:
 
 SHAPES = {
     "P8k": cases.PREFILL,
+    "P8k-d64": cases.PREFILL_64,
     "P8k-dkv": cases.PREFILL,
     "P8k-dq": cases.PREFILL,
     "P-off": cases.OFFSET,
@@ -150,7 +154,8 @@ def time_candidates(chosen: list[Candidate]) -> list[dict[str, Any]]:
             result["split"] = candidate.split.name
         try:
             calls = calls_for(candidate, loaded[1])
-            timing = time_calls(calls, graph=candidate.shape == "V1", num_samples=9)
+            graph = isinstance(candidate.tiles, PagedTiles)
+            timing = time_calls(calls, graph=graph, num_samples=9)
             result["median_ms"] = round(timing.median_ms, 5)
         except Exception as error:  # noqa: BLE001 - one bad candidate must not end the sweep
             result["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]

@@ -9,6 +9,7 @@ Needs a process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class Report:
     mma: int
     async_copies: int  # cp.async and bulk tensor copies
     stack_bytes: int
+    spills_in_loops: int  # local-memory accesses in innermost loops around tensor-core products
     registers: int
     shared_bytes: int
 
@@ -136,6 +138,39 @@ def _read(cubin: bytes, shared_bytes: int) -> Report:
         mma=code.count("HMMA"),
         async_copies=code.count("LDGSTS") + code.count("UTMALDG"),
         stack_bytes=int(fields["STACK"]),
+        spills_in_loops=_spills_in_loops(code),
         registers=int(fields["REG"]),
         shared_bytes=shared_bytes,
+    )
+
+
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d\s+)?([A-Z0-9.]+)([^;]*)")
+
+
+def _spills_in_loops(code: str) -> int:
+    """Local loads and stores inside innermost loops that hold HGMMA or HMMA instructions.
+
+    A loop is a predicated backward branch; waits on barriers jump back without a predicate.
+    """
+    instructions = [
+        (int(match[1], 16), match[2], match[3], match[4])
+        for match in map(_INSTRUCTION.match, code.splitlines())
+        if match
+    ]
+    products = [at for at, _, name, _ in instructions if name.startswith(("HGMMA", "HMMA"))]
+    loops = []
+    for at, predicate, name, operands in instructions:
+        target = re.search(r"0x([0-9a-f]+)", operands)
+        if name == "BRA" and predicate and target and int(target[1], 16) < at:
+            first = int(target[1], 16)
+            if any(first <= product <= at for product in products):
+                loops.append((first, at))
+    innermost = [
+        own
+        for own in loops
+        if not any(o != own and own[0] <= o[0] and o[1] <= own[1] for o in loops)
+    ]
+    return sum(
+        name.startswith(("LDL", "STL")) and any(first <= at <= last for first, last in innermost)
+        for at, _, name, _ in instructions
     )

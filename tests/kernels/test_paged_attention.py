@@ -281,8 +281,8 @@ def _far_view(pool: Tensor, page: int, stride: int) -> Tensor:
 
 
 def test_the_split_follows_host_bounds_only(device: str) -> None:
-    """Small launches split finer, big ones not at all; device lengths play no part in it."""
-    tiles = PagedTiles(64, 32, min_programs=256)
+    """Small launches split finer, one-chunk contexts not at all; device lengths play no part."""
+    tiles = PagedTiles(64, 32, min_programs=128)
     lens = torch.zeros(64, dtype=torch.int32, device="meta")
     tables = torch.zeros(64, 512, dtype=torch.int32, device="meta")
 
@@ -290,7 +290,8 @@ def test_the_split_follows_host_bounds_only(device: str) -> None:
         batch = PagedBatch(lens, lens[:num_seqs], tables[:num_seqs], 5, max_context_len)
         return choose_split(batch, 8, tiles)
 
-    assert chosen(64, 8192) is Split.SEQUENCE
+    assert chosen(64, 8192) is Split.CHUNK
+    assert chosen(64, 1000) is Split.SEQUENCE
     assert chosen(8, 8192) is Split.CHUNK
     assert chosen(1, 4096) is Split.LEAF
     assert chosen(1, 200) is Split.SEQUENCE
