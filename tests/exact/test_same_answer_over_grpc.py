@@ -22,6 +22,7 @@ from tests.rpc.peers import AT_COORDINATOR, AT_TARGET, AUTO, COUPLED, DENSE_F32,
 VOCAB_SIZE = 1500  # above 1024: rows of full support are truncated under auto, dense under dense
 MAX_TOKENS = 14
 SEEDS = range(1, 9)
+PROMPT = [3, 1, 4, 1, 5]
 DENSE_F16 = session_pb2.ROW_POLICY_DENSE_F16
 SHAPED = {"top_p": 0.95, "temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.1}
 
@@ -56,12 +57,19 @@ def _same(waves: list[list[Generation]]) -> list[list[int]]:
 
 def wave(k: int = 3, seeds: Any = SEEDS, **changes: Any) -> list[Generation]:
     """One generation per seed."""
-    fields = {"rule": COUPLED, "decide_at": AT_TARGET, "params": SHAPED, **changes}
+    fields = {
+        "session_id": "",
+        "prompt": PROMPT,
+        "max_tokens": MAX_TOKENS,
+        "rule": COUPLED,
+        "decide_at": AT_TARGET,
+        "params": SHAPED,
+        **changes,
+    }
+    name = fields.pop("session_id")
     return [
         Generation(
-            session_id=f"s{seed}",
-            prompt=[3, 1, 4, 1, 5],
-            max_tokens=MAX_TOKENS,
+            session_id=f"{name}-{seed}",
             next_k=lambda round_index: k,
             seed=seed,
             vocab_size=VOCAB_SIZE,
@@ -82,7 +90,7 @@ def test_coupled_answer_does_not_depend_on_k_place_or_draft(models: dict[str, De
 
 def test_greedy_answer_is_the_argmax_path_for_every_k(models: dict[str, Decoder]) -> None:
     """Temperature 0: every k and place gives the path that cold passes over the target give."""
-    tokens = [3, 1, 4, 1, 5]
+    tokens = list(PROMPT)
     for _ in range(MAX_TOKENS):
         tokens.append(int(logits_after(models["target"], [tokens])[0, -1].argmax()))
     greedy = {"params": {"temperature": 0.0}, "seeds": [1]}
@@ -92,7 +100,7 @@ def test_greedy_answer_is_the_argmax_path_for_every_k(models: dict[str, Decoder]
         for rule in (COUPLED, RESIDUAL)
         for place in (AT_TARGET,)
     ]
-    assert answers(models, "near", *groups) == [tokens[5:]]
+    assert answers(models, "near", *groups) == [tokens[len(PROMPT) :]]
 
 
 @pytest.mark.parametrize("rule", [COUPLED, RESIDUAL], ids=["coupled", "residual"])
@@ -147,3 +155,49 @@ def test_stop_tokens_end_the_answer_where_they_stand(models: dict[str, Decoder])
             for k, place in ((0, AT_TARGET), (1, AT_COORDINATOR), (4, AT_TARGET), (5, AT_TARGET))
         ]
         assert answers(models, "near", *groups) == cut
+
+
+def test_every_stop_and_budget_cuts_the_same_answer(models: dict[str, Decoder]) -> None:
+    """Each (stop, budget) pair, with and without candidates: the full answer, cut at the first."""
+    full = answers(models, "near", {"seeds": [3]})[0]
+    expected, waves = [], []
+    for k in (0, 3, 8):
+        generations = []
+        for budget in range(1, 10):
+            for stop in (None, *sorted(set(full[:9]))):
+                cut = full[:budget]
+                if stop in cut:
+                    cut = cut[: cut.index(stop) + 1]
+                expected.append(cut)
+                stop_ids = [] if stop is None else [stop]
+                generations += wave(
+                    k=k,
+                    seeds=[3],
+                    session_id=f"{budget}-{stop}",
+                    max_tokens=budget,
+                    params={**SHAPED, "stop_token_ids": stop_ids},
+                )
+        waves.append(generations)
+    asyncio.run(serve(models["target"], models["near"], waves))
+    assert [each.output for some in waves for each in some] == expected
+
+
+def test_prompts_of_every_length_are_continued_alike(models: dict[str, Decoder]) -> None:
+    """Prompt lengths 1..k+2: rounds with four candidates give what plain rounds give."""
+    for length in range(1, 7):
+        prompt = [7 * i % VOCAB_SIZE for i in range(1, length + 1)]
+        fields = {"prompt": prompt, "seeds": range(1, 4)}
+        answers(models, "near", {"k": 0, **fields}, {"k": 4, **fields})
+
+
+def test_min_tokens_keeps_stop_tokens_away_on_both_sides(models: dict[str, Decoder]) -> None:
+    """Before min_tokens no stop id is emitted, at accepted, recovered and bonus positions alike."""
+    stops = list(range(0, VOCAB_SIZE, 2))
+    params = {"temperature": 1.0, "stop_token_ids": stops, "min_tokens": 6}
+    for rule in (COUPLED, RESIDUAL):
+        waves = [wave(k=k, params=params, rule=rule, seeds=range(1, 13)) for k in (0, 3)]
+        asyncio.run(serve(models["target"], models["near"], waves))
+        for each in (each for some in waves for each in some):
+            early = [token for token in each.output[:6] if token in stops]
+            assert not early
+            assert len(each.output) > 6
