@@ -176,17 +176,21 @@ class Engine:
         can_run = False
         try:
             while self._read_inbox(block=not can_run):
-                self._expire()
-                self._complete(self._desk_completed())
-                step = self._compose()
-                can_run = bool(step.segments)
-                if step.segments:
-                    self._run(step)
-                self._complete(self._desk_completed())
+                can_run = self._turn()
                 self._flush()
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
             self.on_death()
+
+    def _turn(self) -> bool:
+        """Everything between what arrived and what is sent. True where a pass ran."""
+        self._expire()
+        self._complete(self._desk_completed())
+        step = self._compose()
+        if step.segments:
+            self._run(step)
+        self._complete(self._desk_completed())
+        return bool(step.segments)
 
     def _read_inbox(self, *, block: bool) -> bool:
         """Perform everything that arrived. False when told to stop."""

@@ -1,0 +1,132 @@
+"""A tiny language model whose K/V cache can tell what every entry was computed from.
+
+The "K/V" of a position is its token and the digest of all tokens up to it. A pass reads the entries
+before its own through the block table, as attention does, and compares each with the tokens that
+the session believes in: an entry that is missing, stale, of another prefix or of a page that was
+rewritten fails the run at the pass that reads it. Logits are a pure function of the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmesh.engine.decoder import StepBatch
+from specmesh.engine.executor import StepExecutor
+from specmesh.ledger import EMPTY_DIGEST, extend_digest
+
+
+class WrongRead(AssertionError):
+    """A pass read K/V that is not of its prefix."""
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """The part of ModelSpec that services read."""
+
+    vocab_size: int
+    num_embeddings: int
+    max_context_len: int = 4096
+
+
+class TinyCache:
+    """(token, digest) of each position, by page and offset; None where nothing was written."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: list[tuple[int, int] | None] = [None] * (num_pages * page_size)
+
+    def copy_page(self, source: int, target: int) -> None:
+        size = self.page_size
+        copied = self.slots[source * size : (source + 1) * size]
+        self.slots[target * size : (target + 1) * size] = copied
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            start = page * self.page_size
+            self.slots[start : start + self.page_size] = [None] * self.page_size
+
+    def page(self, page: int) -> list[tuple[int, int] | None]:
+        """What a page holds."""
+        return self.slots[page * self.page_size : (page + 1) * self.page_size]
+
+
+@lru_cache(maxsize=1 << 14)
+def logits_of(digest: int, salt: int, own_weight: float, vocab_size: int) -> Tensor:
+    """float32 [vocab_size + 1]: what all salts share and a salt's own; the padding id would win."""
+    shared, own = _noise(digest, 0, vocab_size), _noise(digest, salt + 1, vocab_size)
+    row = [4.0 * ((1 - own_weight) * a + own_weight * b) for a, b in zip(shared, own, strict=True)]
+    return torch.tensor([*row, 50.0])
+
+
+def _noise(digest: int, stream: int, count: int) -> list[float]:
+    state, values = extend_digest(digest, (stream,)), []
+    for index in range(count):
+        state = extend_digest(state, (index,))
+        values.append((state >> 11) / (1 << 53))
+    return values
+
+
+class TinyModel:
+    """Implements Decoder's interface. own_weight 0: every salt gives the same logits."""
+
+    def __init__(self, vocab_size: int, *, salt: int = 0, own_weight: float = 0.3) -> None:
+        self.spec = TinySpec(vocab_size, vocab_size + 1)
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.salt = salt
+        self.own_weight = own_weight
+        self.fingerprint = f"tiny-{salt}"
+        self.expected: list[list[int]] = []  # per sequence of the next pass: its tokens
+        self.num_tokens_fed = 0
+
+    def logits(self, prefix: Sequence[int]) -> Tensor:
+        """Logits after these tokens."""
+        return self._logits(extend_digest(EMPTY_DIGEST, prefix))
+
+    def _logits(self, digest: int) -> Tensor:
+        return logits_of(digest, self.salt, self.own_weight, self.spec.vocab_size)
+
+    def forward(self, batch: StepBatch, cache: TinyCache) -> Tensor:
+        """logits float32 [num_rows, vocab_size + 1]; writes K/V at slot_mapping."""
+        tokens, slots = batch.token_ids.tolist(), batch.slot_mapping.tolist()
+        wanted, rows = set(batch.logit_rows.tolist()), []
+        self.num_tokens_fed += len(tokens)
+        expected, self.expected = self.expected, []
+        for index, context_len in enumerate(batch.context_lens):
+            start, end = batch.cu_seqlens_q[index : index + 2]
+            first = context_len - (end - start)
+            known = expected[index]
+            if tokens[start:end] != known[first:context_len]:
+                raise WrongRead(f"fed {tokens[start:end]}, not {known[first:context_len]}")
+            digest = self._read(cache, batch.block_tables[index], known[:first])
+            for row in range(start, end):
+                digest = extend_digest(digest, (tokens[row],))
+                cache.slots[slots[row]] = (tokens[row], digest)
+                if row in wanted:
+                    rows.append(self._logits(digest))
+        return torch.stack(rows) if rows else torch.empty(0, self.spec.num_embeddings)
+
+    def _read(self, cache: TinyCache, block_table: Sequence[int], known: Sequence[int]) -> int:
+        digest, size = EMPTY_DIGEST, cache.page_size
+        for position, token in enumerate(known):
+            digest = extend_digest(digest, (token,))
+            entry = cache.slots[block_table[position // size] * size + position % size]
+            if entry != (token, digest):
+                raise WrongRead(f"K/V of position {position} is {entry}, not of {known}")
+        return digest
+
+
+class CheckedExecutor(StepExecutor):
+    """Tells the model which tokens each session of a pass believes in."""
+
+    def run(self, step: Any) -> Any:
+        self._device.decoder.expected = [
+            segment.task.tokens(0, segment.end) for segment in step.segments
+        ]
+        return super().run(step)

@@ -1,0 +1,294 @@
+"""One run: hosts, callers and faults from one seed, then the oracles over what came out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from protos.specmesh.v1 import generation_pb2 as pb
+from tests.sim import checkers
+from tests.sim.caller import Caller, drawn_request
+from tests.sim.hosts import IDLE_S, TOKEN_BYTES, CoordinatorHost, ServiceHost
+from tests.sim.loop import SimLoop, SimSecrets, SimTime
+from tests.sim.model import TinyModel
+from tests.sim.options import Setup
+from tests.sim.oracle import Oracle
+from tests.sim.transport import NODE, Channel, Network, node_task_factory, run_on
+
+ENOUGH_S = 120.0  # every request must have ended this long after the last fault
+LOOK_S = 0.01  # between two looks at whether both sides agree
+
+# Logged at ERROR, and no sign of a bug where drafts lie.
+_EXPECTED_ERRORS = ("output law in doubt",)
+
+
+@dataclass
+class Report:
+    """What a run came to. digest: of everything callers saw, and when."""
+
+    seed: int
+    injected: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    digest: str = ""
+    sim_s: float = 0.0
+    num_tokens: int = 0
+
+
+class _Errors(logging.Handler):
+    """Production code logs an error where it caught a bug of its own."""
+
+    def __init__(self, failures: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._failures = failures
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() in _EXPECTED_ERRORS:
+            return
+        found = f"logged: {record.getMessage()} {getattr(record, 'reason', '')}"
+        if record.exc_info and record.exc_info[1] is not None:
+            found += f": {record.exc_info[1]!r}"
+        self._failures.append(found)
+
+
+class World:
+    """The system of one run. `run` once."""
+
+    def __init__(self, setup: Setup, requests: list[pb.GenerateRequest] | None = None) -> None:
+        """requests: instead of those the seed would draw."""
+        self.setup = setup
+        self.report = Report(setup.seed)
+        self.loop = SimLoop()
+        self.rng = random.Random(f"run {setup.seed}")
+        self.network = Network(self.loop, self.rng, setup.faults)
+        self.report.injected = self.network.injected
+        names = [f"target{i}" for i in range(setup.num_targets)]
+        drafts = [f"draft{i}" for i in range(setup.num_drafts)]
+        self.services = [
+            ServiceHost(name[:-1], name, setup, self.loop, self.network, f"{setup.seed} {name}")
+            for name in (*names, *drafts)
+        ]
+        self.coordinators = [
+            CoordinatorHost(f"coordinator{i}", setup, self.loop, self.network, (names, drafts))
+            for i in range(setup.num_coordinators)
+        ]
+        if requests is None:
+            requests = [drawn_request(setup, self.rng) for _ in range(setup.num_requests)]
+        self.callers = [
+            Caller(
+                request,
+                setup,
+                self.network,
+                random.Random(f"{setup.seed} caller {i}"),
+                f"caller{i}",
+            )
+            for i, request in enumerate(requests)
+        ]
+        model = TinyModel(setup.vocab_size, salt=0, own_weight=setup.own_weight)
+        self.oracle = Oracle(model, TOKEN_BYTES)
+        self._is_over = False
+
+    def run(self) -> Report:
+        """Run to the end. Failures are in the report."""
+        loop, report = self.loop, self.report
+        loop.set_task_factory(node_task_factory)
+        loop.set_exception_handler(self._on_exception)
+        with _simulated(self.network), _watched(report.failures):
+            try:
+                loop.run_until_complete(self._main())
+            except AssertionError as failure:
+                report.failures.append(f"{type(failure).__name__}: {failure}")
+            finally:
+                self._is_over = True
+                self._clean_up()
+        report.sim_s = loop.now
+        return report
+
+    def _on_exception(self, _loop: Any, context: dict[str, Any]) -> None:
+        if not self._is_over:
+            self.report.failures.append(f"{context['message']}: {context.get('exception')!r}")
+
+    def _clean_up(self) -> None:
+        loop = self.loop
+        for _ in range(3):
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.call_later(1.0, lambda: None)
+                loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    async def _main(self) -> None:
+        for host in (*self.services, *self.coordinators):
+            host.start()
+        window_s = self.setup.faults.window_s
+        await asyncio.sleep(0.1)  # links come up
+        callers = [
+            run_on(caller.node, lambda caller=caller: self.loop.create_task(self._call(caller)))
+            for caller in self.callers
+        ]
+        looking = self.loop.create_task(self._look())
+        self._plan_faults()
+        await asyncio.sleep(window_s)
+        self._heal()
+        _, pending = await asyncio.wait(callers, timeout=ENOUGH_S)
+        assert not pending, "a request did not end after the last fault"
+        for caller in callers:
+            await caller
+        looking.cancel()
+        await asyncio.sleep(3.0)
+        checkers.check_quiet(self, may_hold_sessions=self._may_hold_sessions())
+        if self._may_hold_sessions():
+            await asyncio.sleep(IDLE_S + 3.0)
+            checkers.check_quiet(self, may_hold_sessions=False)
+        self._judge()
+
+    async def _call(self, caller: Caller) -> None:
+        await asyncio.sleep(self.rng.random() * 0.05)
+        await caller.run()
+
+    def _may_hold_sessions(self) -> bool:
+        """Whether a Close can have been lost, or an Open can have come twice."""
+        faults = self.setup.faults
+        return bool(faults.drop or faults.duplicate or faults.replay)
+
+    async def _look(self) -> None:
+        while True:
+            checkers.check_agreement(self)
+            await asyncio.sleep(LOOK_S)
+
+    # ------------------------------------------------------------ faults
+
+    def _plan_faults(self) -> None:
+        faults = self.setup.faults
+        kinds = (
+            (faults.resets, self._reset),
+            (faults.partitions, lambda: self._partition(both=True)),
+            (faults.one_way, lambda: self._partition(both=False)),
+            (faults.target_crashes, lambda: self._crash("target")),
+            (faults.draft_crashes, lambda: self._crash("draft")),
+            (faults.coordinator_crashes, lambda: self._crash("coordinator")),
+            (faults.stalls, self._stall),
+            (faults.replay, self._replay),
+        )
+        for count, inject in kinds:
+            for _ in range(count):
+                self.network.later(self.rng.random() * faults.window_s, inject)
+
+    def _hosts(self, kind: str) -> list[Any]:
+        return [
+            host
+            for host in (*self.services, *self.coordinators)
+            if host.address.startswith(kind) and host.is_up
+        ]
+
+    def _edge(self) -> tuple[str, str]:
+        """Two hosts that talk to each other, the client first."""
+        coordinator = self.rng.choice(self.coordinators).address
+        others = [host.address for host in self.services] * 2
+        others += [caller.node.name for caller in self.callers]
+        other = self.rng.choice(others)
+        return (other, coordinator) if other.startswith("caller") else (coordinator, other)
+
+    def _reset(self) -> None:
+        if self.network.cut(*self._edge()):
+            self.network.injected["resets"] += 1
+
+    def _partition(self, *, both: bool) -> None:
+        self.network.injected["partitions" if both else "one_way"] += 1
+        edge = self._edge()
+        if not both and self.rng.random() < 0.5:
+            edge = edge[::-1]
+        ways = [edge, edge[::-1]] if both else [edge]
+        for way in ways:
+            self.network.block(*way)
+            self.network.later(
+                self.rng.choice((0.02, 0.2, 0.6)), lambda way=way: self.network.unblock(*way)
+            )
+
+    def _crash(self, kind: str) -> None:
+        hosts = self._hosts(kind)
+        if hosts:
+            self.network.injected[f"{kind}_crashes"] += 1
+            host = self.rng.choice(hosts)
+            host.crash()
+            self.network.later(self.rng.choice((0.005, 0.05, 0.3)), lambda: self._restart(host))
+
+    def _restart(self, host: Any) -> None:
+        if not host.is_up:
+            host.start()
+
+    def _stall(self) -> None:
+        hosts = [host for host in self.services if host.is_up]
+        if hosts:
+            self.network.injected["stalls"] += 1
+            host = self.rng.choice(hosts)
+            host.slow_until = self.loop.now + self.rng.choice((0.05, 0.3, 1.0))
+
+    def _replay(self) -> None:
+        if self.network.replay():
+            self.network.injected["replay"] += 1
+
+    def _heal(self) -> None:
+        self.network.is_healed = True
+        for way in sorted(self.network.blocked):
+            self.network.unblock(*way)
+        for host in (*self.services, *self.coordinators):
+            self._restart(host)
+
+    # ------------------------------------------------------------ what came out
+
+    def _judge(self) -> None:
+        seen = []
+        for caller in self.callers:
+            checkers.check_output(self.oracle, caller)
+            received = caller.received
+            self.report.num_tokens += len(received.tokens)
+            seen.append((received.tokens, received.text, received.gave_up, received.num_attempts))
+        told = f"{seen} {self.loop.now} {sorted(self.network.injected.items())}"
+        self.report.digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _simulated(network: Network) -> Iterator[None]:
+    """Put clock, entropy and network in the places where production code looks for them."""
+    clock, secrets = SimTime(network.loop), SimSecrets()
+
+    def channel(address: str, *_: Any) -> Channel:
+        return Channel(network, NODE.get(), address)
+
+    with ExitStack() as stack:
+        for place, stand_in in (
+            ("coordinator.links.create_channel", channel),
+            ("specmesh.client.create_channel", channel),
+            ("specmesh.client.time", clock),
+            ("specmesh.client.secrets", secrets),
+            ("coordinator.service.secrets", secrets),
+            ("coordinator.driver.time", clock),
+            ("coordinator.records.time", clock),
+        ):
+            stack.enter_context(patch(place, stand_in))
+        yield
+
+
+@contextmanager
+def _watched(failures: list[str]) -> Iterator[None]:
+    handler, root = _Errors(failures), logging.getLogger()
+    root.addHandler(handler)
+    level, propagating = root.level, logging.lastResort
+    logging.lastResort = None
+    try:
+        yield
+    finally:
+        logging.lastResort = propagating
+        root.setLevel(level)
+        root.removeHandler(handler)
