@@ -74,8 +74,11 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, max_lens)
     options = _options(causal, query_offset, window, numbers, dropout_seed)
-    *grads, grad_bias = launch_backward(grad_out, inputs, Saved(out, lse), options, bias_gradient)
-    return (*grads, q.new_empty(0) if grad_bias is None else grad_bias)
+    saved = Saved(out, lse)
+    grad_q, grad_k, grad_v, grad_bias = launch_backward(
+        grad_out, inputs, saved, options, bias_gradient
+    )
+    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_bias is None else grad_bias
 
 
 @_backward_op.register_fake
@@ -88,8 +91,9 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     contiguous = torch.contiguous_format
     grads = [torch.empty_like(t, memory_format=contiguous) for t in (q, k, v)]
-    has_bias = bias is not None and bias_gradient
-    grad_bias = torch.empty_like(bias, memory_format=contiguous) if has_bias else q.new_empty(0)
+    grad_bias = q.new_empty(0)
+    if bias is not None and bias_gradient:
+        grad_bias = torch.empty_like(bias, memory_format=contiguous)
     return grads[0], grads[1], grads[2], grad_bias
 
 

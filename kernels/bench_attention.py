@@ -131,7 +131,9 @@ def dense_anchors(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Ca
     def eager() -> Tensor:
         group = shape.heads // shape.kv_heads
         scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * shape.dim**-0.5
-        seen = mask if mask is not None else reference.visible_keys(*scores.shape[2:], CAUSAL)
+        seen = (
+            mask if mask is not None else reference.visible_keys(shape.queries, shape.keys, CAUSAL)
+        )
         scores.masked_fill_(~seen.to(scores.device), -math.inf)
         return torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)
 
@@ -145,8 +147,8 @@ def _check_rows(shape: Shape, tensors: tuple[Tensor, ...], out: Tensor) -> None:
     """Compare 64 query rows of three heads with float64; every element must be finite."""
     assert bool(torch.isfinite(out).all())
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(shape.queries, (62,), generator=generator).tolist()
-    rows = torch.tensor([0, shape.queries - 1, *rows], device="cuda")
+    chosen = torch.randint(shape.queries, (62,), generator=generator).tolist()
+    rows = torch.tensor([0, shape.queries - 1, *chosen], device="cuda")
     q, k, v = tensors
     for head in (0, shape.heads // 2, shape.heads - 1):
         kv_head = head // (shape.heads // shape.kv_heads)
@@ -185,9 +187,9 @@ def dense_case(name: str, shape: Shape, target_ms: float | None) -> Case:
 
 
 def _make_backward(seed: int) -> Workload:
-    leaves = [t.requires_grad_() for t in PREFILL.tensors(seed)]
-    grad_out = torch.randn_like(leaves[0])
-    out, _ = attention(*leaves, CAUSAL)
+    q, k, v = leaves = tuple(t.requires_grad_() for t in PREFILL.tensors(seed))
+    grad_out = torch.randn_like(q)
+    out, _ = attention(q, k, v, CAUSAL)
 
     def backward_of(result: Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(result, leaves, grad_out, retain_graph=True)
@@ -205,7 +207,7 @@ def _make_backward(seed: int) -> Workload:
         return call
 
     def check() -> None:
-        poison_free_memory(leaves[0])
+        poison_free_memory(q)
         first, second = (torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
                          for _ in range(2))  # fmt: skip
         for a, b in zip(first, second, strict=True):
@@ -214,8 +216,9 @@ def _make_backward(seed: int) -> Workload:
         own = [t.detach()[-1:, -1:] for t in leaves]
 
         def gradients(dtype: torch.dtype) -> list[Tensor]:
+            own_q, own_k, own_v = (t.to(dtype) for t in own)
             grads = reference.attention_backward(
-                grad_out[-1:, -1:].to(dtype), *(t.to(dtype) for t in own), CAUSAL
+                grad_out[-1:, -1:].to(dtype), own_q, own_k, own_v, CAUSAL
             )
             return [grads.q, grads.k, grads.v]
 
@@ -224,7 +227,7 @@ def _make_backward(seed: int) -> Workload:
         ):
             assert_accurate(ours[-1:, -1:], plain, exact)
 
-    forwards = dense_anchors(PREFILL, *leaves)
+    forwards = dense_anchors(PREFILL, q, k, v)
     del forwards["eager"]  # its graph holds three matrices of 17 GB
     return Workload(run, {name: anchor(f) for name, f in forwards.items()}, check=check)
 
@@ -269,18 +272,18 @@ def _check_paged(shape: Shape, q: Tensor, pools: list[Tensor], batch: PagedBatch
         )
 
         def attend(dtype: torch.dtype, rows=rows, alone=alone) -> Tensor:
-            local = [pool[alone.block_tables[0].long()].to(dtype) for pool in pools]
-            table = torch.arange(len(local[0]), dtype=torch.int32, device="cuda")[None]
+            own_k, own_v = (pool[alone.block_tables[0].long()].to(dtype) for pool in pools)
+            table = torch.arange(len(own_k), dtype=torch.int32, device="cuda")[None]
             moved = PagedBatch(
                 alone.cu_seqlens_q, alone.context_lens, table, shape.queries, shape.keys
             )
-            return reference.paged_attention(q[rows].to(dtype), *local, moved)[0]
+            return reference.paged_attention(q[rows].to(dtype), own_k, own_v, moved)[0]
 
         assert_accurate(out[rows], attend(DTYPE), attend(torch.float64))
     last = q.view(shape.batch, shape.queries, shape.heads, shape.dim)[:, -1].contiguous()
     ranges = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
     decode = PagedBatch(ranges, batch.context_lens, batch.block_tables, 1, shape.keys)
-    decoded, _ = paged_attention(last, *pools, decode)
+    decoded, _ = paged_attention(last, pools[0], pools[1], decode)
     verified = out.view(shape.batch, shape.queries, shape.heads, shape.dim)[:, -1]
     differing = int((decoded != verified).sum())
     assert not differing, f"{differing} elements differ between verify and decode"

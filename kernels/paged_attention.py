@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import tanh
@@ -65,14 +64,12 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
-    LEAF: tl.constexpr, CHUNK: tl.constexpr, DEPENDENTS: tl.constexpr,
+    LEAF: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns.
 
     FOLDED: scores need nothing but a positive scale, which then joins the exponent.
     """
-    if DEPENDENTS:
-        gdc_launch_dependents()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2) // num_row_tiles
@@ -237,14 +234,12 @@ def _fold_kernel(
     part_m, part_l, part_u, cu_seqlens_q, context_lens, out, lse, window,
     stride_ot, stride_oh, num_splits, num_rows, num_row_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr, WAIT: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr,
 ):  # fmt: skip
     """Fold the partial states of ROWS rows in the contract's order, then finalize them.
 
     Four states load at a time, so that their latencies overlap; four leaves are one chunk.
     """
-    if WAIT:
-        gdc_wait()  # launched while the paged kernel still ran
     kv_head = tl.program_id(0)
     seq = tl.program_id(1) // num_row_blocks
     first_row = (tl.program_id(1) % num_row_blocks) * ROWS
@@ -380,20 +375,17 @@ def launch(
         SOFTCAP=options.softcap > 0.0, FOLDED=options.softcap == 0.0 and scale > 0.0,
         DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
         LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE,
-        DEPENDENTS=bool(split) and tiles.dependent_launch,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if split:
         fold_rows = tiles.fold_rows
-        # Interpreted launches know no such option, so it is passed only where a table asks for it.
-        launch_options = {"launch_pdl": True} if tiles.dependent_launch else {}
         row_blocks = triton.cdiv(num_rows, fold_rows)
         _fold_kernel[(kv_heads, num_seqs * row_blocks)](
             part_m, part_l, part_u, batch.cu_seqlens_q, batch.context_lens, out, lse,
             options.window or 0, out.stride(0), out.stride(1), num_splits, num_rows, row_blocks,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=fold_rows, SPLIT=int(split),
-            WINDOW=options.window is not None, LEAF=LEAF_SIZE, WAIT=tiles.dependent_launch,
-            num_warps=tiles.fold_warps, enable_fp_fusion=False, **launch_options,
+            WINDOW=options.window is not None, LEAF=LEAF_SIZE,
+            num_warps=tiles.fold_warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
 

@@ -320,8 +320,8 @@ def paged_attention(
         if start == end:
             continue
         tables = batch.block_tables[index].to(torch.int64)
-        gathered = [_gather(pool, tables, context_len) for pool in (k_pool, v_pool)]
-        state = _fold(q[start:end], *gathered, options)
+        k, v = (_gather(pool, tables, context_len) for pool in (k_pool, v_pool))
+        state = _fold(q[start:end], k, v, options)
         rows, row_lse = finalize(state)
         out[start:end] = rows.permute(2, 0, 1, 3).flatten(1, 2)
         lse[start:end] = row_lse.permute(2, 0, 1).flatten(1, 2)

@@ -44,7 +44,6 @@ class PagedTiles:
     tile: keys per score tile, part of the numeric contract. rows: packed query rows of a program;
     fold_rows: rows of a folding program. min_programs: (sequence, kv head, split) programs below
     which a finer split is taken. descriptors: load pages by bulk copies where the layout allows.
-    dependent_launch: start the fold while the last paged programs run (it waits for them inside).
     """
 
     tile: int
@@ -55,7 +54,6 @@ class PagedTiles:
     fold_warps: int = 4
     min_programs: int = 128
     descriptors: bool = False
-    dependent_launch: bool = False
     ordered: bool = False
 
 
@@ -79,7 +77,7 @@ _FLOAT32 = Tiles(32, 32, num_warps=4, num_stages=1)
 
 # (architecture, padded head_dim) -> tiles for 16-bit inputs.
 FORWARD: dict[tuple[str, int], Tiles] = {
-    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=3),
+    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=3, ahead=True),
     ("sm_90", 128): Tiles(64, 64, num_warps=4, num_stages=3),
     ("sm_90", 256): Tiles(64, 64, num_warps=8, num_stages=2),
 }
@@ -100,7 +98,7 @@ _BACKWARD_FALLBACK = Tiles(32, 32, num_warps=4, num_stages=1)
 # (architecture, padded head_dim) -> (verify and decode, prefill). One tile size per architecture
 # and head_dim: the two share their bits. 64 rows are one tensor-core product, and hold 8 queries of
 # a group of 8 heads.
-_VERIFY = PagedTiles(64, 64, fold_rows=1, fold_warps=1, descriptors=True, dependent_launch=True)
+_VERIFY = PagedTiles(64, 64, fold_rows=1, fold_warps=1, descriptors=True)
 _PREFILL = PagedTiles(64, 64, descriptors=True)
 PAGED: dict[tuple[str, int], tuple[PagedTiles, PagedTiles]] = {
     ("sm_90", 64): (_VERIFY, _PREFILL),

@@ -60,9 +60,8 @@ def _backward(shape: str) -> list[Candidate]:
 def _paged(shape: str, splits: tuple[Split, ...]) -> list[Candidate]:
     folds = ((1, 1), (4, 1), (4, 4))
     tiles = [
-        PagedTiles(tile, 64, 4, stages, *fold, 128, descriptors, dependent)
+        PagedTiles(tile, 64, 4, stages, *fold, 128, descriptors)
         for tile, stages, descriptors in ((64, 3, True), (32, 4, True), (64, 3, False))
-        for dependent in (True, False)
         for fold in folds
     ]  # fmt: skip
     if shape == "P-off-paged":
@@ -102,21 +101,25 @@ SHAPES = {
 
 def calls_for(candidate: Candidate, tensors: list[Any]) -> list[Callable[[], object]]:
     """The candidate's launch on each set of tensors."""
+    return [_call_for(candidate, own) for own in tensors]
+
+
+def _call_for(candidate: Candidate, tensors: tuple[Any, ...]) -> Callable[[], object]:
     tiles = candidate.tiles
     if isinstance(tiles, PagedTiles):
+        q, k_pool, v_pool, batch = tensors
         split = candidate.split or Split.SEQUENCE
-        return [lambda t=t: launch(*t, CAUSAL, split, tiles) for t in tensors]
-    if candidate.shape in ("P8k-dkv", "P8k-dq"):
-        key_value = candidate.shape == "P8k-dkv"
-        own = _launch_key_value if key_value else _launch_query
-        calls = []
-        for q, k, v in tensors:
-            inputs = Inputs(q, k, v)
-            rows = _row_values(q, inputs, Saved(*launch_forward(inputs, CAUSAL)))
-            results = (torch.empty_like(k), torch.empty_like(v)) if key_value else (q.clone(), None)
-            calls.append(lambda i=inputs, r=rows, o=results: own(i, r, o, CAUSAL, tiles))
-        return calls
-    return [lambda t=t: launch_forward(Inputs(*t), CAUSAL, tiles) for t in tensors]
+        return lambda: launch(q, k_pool, v_pool, batch, CAUSAL, split, tiles)
+    q, k, v = tensors
+    inputs = Inputs(q, k, v)
+    if candidate.shape not in ("P8k-dkv", "P8k-dq"):
+        return lambda: launch_forward(inputs, CAUSAL, tiles)
+    rows = _row_values(q, inputs, Saved(*launch_forward(inputs, CAUSAL)))
+    if candidate.shape == "P8k-dkv":
+        grads = torch.empty_like(k), torch.empty_like(v)
+        return lambda: _launch_key_value(inputs, rows, grads, CAUSAL, tiles)
+    grad_q = torch.empty_like(q)
+    return lambda: _launch_query(inputs, rows, (grad_q, None), CAUSAL, tiles)
 
 
 def tensors_for(name: str, num_sets: int) -> list[Any]:
