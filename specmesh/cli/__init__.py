@@ -80,6 +80,10 @@ def _run(args: list[str]) -> int:
         return ExitCode.INTERRUPTED
     except typer.Abort:
         return ExitCode.INTERRUPTED
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's way to report it
+            raise BrokenPipeError from ended
+        return ended.code if isinstance(ended.code, int) else ExitCode.BUG
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line

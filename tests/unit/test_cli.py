@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -197,6 +198,19 @@ def test_errors_are_one_line_with_an_exit_code(capsys: pytest.CaptureFixture[str
     assert "SERVICE.section.key=value" in one_line(capsys)
     assert main(["up", "--target", "/nowhere"]) == ExitCode.SETUP
     assert "go together" in one_line(capsys)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """Proves that a closed pipe ends a command quietly with 0."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from specmesh.cli import main; sys.exit(main())"
+    arguments = ["plan", "--rates", ".5", "--decode", "1", "--draft", "1", "--verify", "1"]
+    found = subprocess.run(
+        [sys.executable, "-c", code, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_every_error_class_has_a_documented_exit_code() -> None:
