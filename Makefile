@@ -3,11 +3,13 @@
 # Variables
 #   PYTHON       interpreter the virtual environment is made with (3.11 or newer)
 #   PROMPT       what `make demo` asks
+#   SIM          flags of `make sim`
 #   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
 
 PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
 TORCH_INDEX ?=
+SIM ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -19,7 +21,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint co
 CACHE := .specmesh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newcomer check fmt protos bench gpu clean
+.PHONY: help demo test newcomer check fmt protos sim bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +43,9 @@ fmt: $(VENV)/.installed-dev ## format the code
 
 protos: $(VENV)/.installed-dev ## generate code from protos/specmesh/v1
 	@$(RUN) -m protos.generate
+
+sim: $(VENV)/.installed-dev ## simulate faults from many seeds; `make sim SIM="--seed N"` replays one
+	@$(RUN) -m tests.sim $(SIM)
 
 bench: $(VENV)/.installed ## compare the stack with transformers in one run
 	@$(VENV)/bin/specmesh bench --cache-dir $(CACHE)
