@@ -284,6 +284,7 @@ class SessionPlan:
 
     max_len: prompt plus output never exceed it. num_draft_tokens: fixed k, or None for the policy.
     parallel_prefill: None prefills the draft beside the target where their devices differ.
+    with_logprobs: every emitted token comes with its log-probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -294,6 +295,7 @@ class SessionPlan:
     resume: tuple[int, ...] = ()
     resume_round: int = 0
     decide_here: bool = False
+    with_logprobs: bool = False
     num_draft_tokens: int | None = None
     max_num_draft_tokens: int = 8
     plain_steps: int = 4

@@ -516,7 +516,10 @@ class Session:
     def _decided(self, event: Decided) -> None:
         current = self._round
         assert current is not None
-        check_outcome(self.plan, current.candidates, 1, event.outcome)
+        try:
+            check_outcome(self.plan, current.candidates, 1, event.outcome)
+        except PeerViolation as violation:  # decided here: no peer to leave, none who asks again
+            raise IllegalEvent(f"decided wrongly: {violation.message}") from violation
         if event.epoch == self.target.epoch:
             self.target.num_accepted = event.outcome.num_accepted
         self._commit(event.outcome)

@@ -111,6 +111,7 @@ class Resolved:
             resume=self.resume,
             resume_round=self.resume_round,
             decide_here=self.decide_at == session_pb2.DECIDE_AT_COORDINATOR,
+            with_logprobs=self.sampling.HasField("num_logprobs"),
             num_draft_tokens=self.num_draft_tokens,
             max_num_draft_tokens=limits.max_num_draft_tokens,
             plain_steps=speculation.plain_steps,

@@ -30,6 +30,13 @@ def check_verdict(plan: SessionPlan, command: Verify, verdict: Verdict) -> None:
         raise PeerViolation(Side.TARGET, f"{len(verdict.rows)} rows where {num_rows} were expected")
     if (verdict.outcome is None) != plan.decide_here:
         raise PeerViolation(Side.TARGET, "the round was decided in the wrong place")
+    # Counted here: once the round is decided, nobody is left to ask for it again.
+    num_logprob_rows = num_rows if plan.decide_here and plan.with_logprobs else 0
+    if len(verdict.logprob_rows) != num_logprob_rows:
+        found = len(verdict.logprob_rows)
+        raise PeerViolation(
+            Side.TARGET, f"{found} rows of logprobs where {num_logprob_rows} were expected"
+        )
     if verdict.outcome is not None:
         check_outcome(plan, command.candidates, command.num_steps, verdict.outcome)
 
@@ -57,7 +64,8 @@ def check_outcome(
         fault = f"{len(tokens)} of {num_steps} tokens without a stop token"
     if not fault and any(not 0 <= token < plan.vocab_size for token in tokens):
         fault = f"a token is outside the vocabulary of {plan.vocab_size}"
-    if not fault and outcome.logprobs and len(outcome.logprobs) != len(tokens):
-        fault = f"{len(outcome.logprobs)} logprobs for {len(tokens)} tokens"
+    num_logprobs = len(tokens) if plan.with_logprobs else 0
+    if not fault and len(outcome.logprobs) != num_logprobs:
+        fault = f"{len(outcome.logprobs)} logprobs where {num_logprobs} were expected"
     if fault:
         raise PeerViolation(Side.TARGET, fault)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from coordinator.messages import (
     Action,
     Close,
+    Closing,
     Decide,
+    Decided,
     Deferred,
     DraftPlaced,
     DraftReply,
@@ -19,8 +22,10 @@ from coordinator.messages import (
     Fail,
     Failed,
     Finish,
+    IllegalEvent,
     Lost,
     Open,
+    Outcome,
     PeerViolation,
     PlaceDraft,
     PlaceTarget,
@@ -42,9 +47,12 @@ from coordinator.messages import (
 from tests.sim.fakes import (
     VOCAB_SIZE,
     FakeDraft,
+    FakeSession,
     FakeTarget,
     Loopback,
+    Reply,
     expected_output,
+    judge,
     make_session,
 )
 
@@ -628,6 +636,80 @@ def test_verdict_that_contradicts_its_command_changes_nothing() -> None:
     assert isinstance(ended, Finish)
     assert loopback.tokens == WANTED
     assert refused == 1
+
+
+class TargetWithLogprobs(FakeTarget):
+    """Sends a row of log-probabilities with each row, but for its second answer: that one `lacks`
+    some of them."""
+
+    lacks = 0
+
+    def _work(self, session: FakeSession, command: Verify | Propose) -> Reply:
+        reply = super()._work(session, command)
+        assert isinstance(reply, TargetReply)
+        assert isinstance(reply.body, Verdict)
+        verdict = reply.body
+        if verdict.outcome is None:
+            rows = tuple(b"row" for _ in verdict.rows)
+            verdict = replace(verdict, logprob_rows=rows[: len(rows) - self._missing()])
+        else:
+            own = tuple("logprob" for _ in verdict.outcome.tokens)
+            outcome = replace(verdict.outcome, logprobs=own[: len(own) - self._missing()])
+            verdict = replace(verdict, outcome=outcome)
+        return replace(reply, body=verdict)
+
+    def _missing(self) -> int:
+        return self.lacks if self.num_carried_out == 1 else 0
+
+
+@pytest.mark.parametrize("decide_here", [False, True])
+@pytest.mark.parametrize("lacks", [1, 100])
+def test_missing_logprobs_are_noticed_while_the_round_can_be_asked_again(
+    decide_here: bool, lacks: int
+) -> None:
+    """A verdict with too few log-probabilities, or none, is refused on arrival: a round that was
+    decided before anyone counted them could not go on at all."""
+    plan = plan_of(decide_here=decide_here, with_logprobs=True)
+    targets = {name: TargetWithLogprobs(name, decide_here=decide_here) for name in ("t0", "t1")}
+    targets["t0"].lacks = lacks
+    draft = FakeDraft()
+    loopback = Loopback(make_session(plan), dict(targets), {draft.name: draft})
+    violations = []
+
+    def decide(action: Action) -> list[Event] | None:
+        if not isinstance(action, Decide):
+            return None
+        outcome = judge(action.candidates, action.target_rows, frozenset())
+        logprobs = action.logprob_rows[: len(outcome.tokens)]
+        return [Decided(action.epoch, action.round, replace(outcome, logprobs=logprobs))]
+
+    def deliver(event: Event) -> None:
+        try:
+            Loopback.deliver(loopback, event)
+        except PeerViolation as violation:  # as coordinator/driver.py does
+            violations.append(violation)
+            targets["t0"].lose_sessions()
+            loopback.inbox.append(Lost(Side.TARGET, "t0"))
+
+    loopback.deliver = deliver  # type: ignore[method-assign]  # scripted
+    loopback.tamper = decide
+    finish(loopback)
+    assert len(violations) == 1
+    assert "logprobs" in violations[0].message
+
+
+def test_decision_made_here_that_contradicts_its_round_is_a_bug_of_ours() -> None:
+    """Nobody would decide again: the driver must end the request, not leave the target and wait."""
+    loopback = loopback_of(plan_of(decide_here=True))
+
+    def decide(action: Action) -> list[Event] | None:
+        if not isinstance(action, Decide):
+            return None
+        return [Decided(action.epoch, action.round, Outcome(0, (), Closing.BONUS))]
+
+    loopback.tamper = decide
+    with pytest.raises(IllegalEvent, match="0 tokens"):
+        loopback.run()
 
 
 # ---------------------------------------------------------------- everything at once
