@@ -97,16 +97,11 @@ DRAFT_TRANSITIONS: Final[Mapping[DraftState, Mapping[type, Transition]]] = {
     _S.OFF: {},
 }
 
-# Failures after which the session is opened afresh, at once or on another replica.
+# Failures after which the session is opened afresh, at once or on another replica. All of them
+# come before anything is drawn. A bug (INTERNAL) or NaN can come with a drawn token, and be drawn
+# again with the next round's noise: leaving out just those tokens would bend the law.
 _SESSION_GONE = frozenset(
-    {
-        "SESSION_NOT_FOUND",
-        "SESSION_EXISTS",
-        "STALE_ROUND",
-        "ROUND_CONFLICT",
-        "PREFIX_MISMATCH",
-        "INTERNAL",
-    }
+    {"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT", "PREFIX_MISMATCH"}
 )
 _ELSEWHERE = {"OUT_OF_PAGES": "draft_out_of_memory", "NOT_READY": "draft_not_ready"}
 
@@ -329,7 +324,8 @@ class Drafting:
             self.state = DraftState.READY
             self._actions.append(StopTimer(Side.DRAFT))
             return self._stop_waiting("draft_overloaded")
-        if failure.reason in _SESSION_GONE:
+        drew_nothing = failure.reason == "INTERNAL" and not command.num_draft_tokens
+        if failure.reason in _SESSION_GONE or drew_nothing:
             self.close()
             return self._seek("draft_session_lost", avoid=None)
         if failure.reason in _ELSEWHERE or failure.reason == "TOO_BUSY":

@@ -22,6 +22,7 @@ from tests.exact.enumeration import (
     Row,
     autoregressive,
     context_model,
+    drafted,
     fractions,
     law_of,
     outcomes,
@@ -207,6 +208,28 @@ def test_a_stop_token_at_every_index_ends_the_round(k: int) -> None:
         assert decision.tokens == tuple(candidates[: stop_index + 1])
         assert decision.num_accepted == stop_index + 1
         assert decision.closing is None
+
+
+def test_a_block_may_end_after_a_token_but_never_be_left_out_for_it() -> None:
+    """Rule 7: drafting on or not after the value of a judged candidate is exact; a candidate that
+    its own value takes out of the judging (a draft that fails on it) is another law."""
+    prompt, unlucky = (0,), 1
+    target = law_of(TARGET(prompt))
+    ended: dict[int, Fraction] = dict.fromkeys(range(3), Fraction(0))
+    left_out = dict(ended)
+    for candidates, rows, drawn in drafted(DRAFT, prompt, 2):
+        cut = 1 if candidates[0] == unlucky else 2
+        judged = [TARGET(prompt + candidates[:i]) for i in range(3)]
+        for k, law in ((cut, ended), (0 if cut == 1 else 2, left_out)):
+            for decision, probability in outcomes(
+                lambda k=k, p=judged, q=rows, c=candidates: reference.decide(
+                    p[: k + 1], q[:k], c[:k]
+                )
+            ):
+                law[decision.tokens[0]] += drawn * probability
+    assert list(ended.values()) == target
+    assert sum(left_out.values()) == 1
+    assert list(left_out.values()) != target
 
 
 MUTANTS = {

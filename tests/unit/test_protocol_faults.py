@@ -221,14 +221,15 @@ def test_draft_that_never_answers_is_left() -> None:
         ("NOT_READY", "draft_not_ready", True),
         ("SESSION_NOT_FOUND", "draft_session_lost", True),
         ("STALE_ROUND", "draft_session_lost", True),
-        ("INTERNAL", "draft_session_lost", True),
+        ("INTERNAL", "draft_error", False),
         ("NUMERIC_FAULT", "draft_error", False),
         ("INVALID_REQUEST", "draft_error", False),
         ("MODEL_MISMATCH", "draft_error", False),
     ],
 )
 def test_draft_errors(reason: str, label: str, again: bool) -> None:
-    """Each draft error is a k = 0 round with its reason; only faults of content are final."""
+    """Each draft error is a k = 0 round with its reason; final are those that may come with a token
+    that was drawn, for a draft that fails on some tokens only proposes from another law."""
     loopback = loopback_of()
 
     def fail(action: Action) -> None:
@@ -244,6 +245,15 @@ def test_draft_errors(reason: str, label: str, again: bool) -> None:
     off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
     assert bool(off) is not again
     assert (after[-1].base_len > len(PROMPT) + 10) is again
+
+
+def test_draft_that_fails_while_it_only_fills_is_asked_again() -> None:
+    """Nothing was drawn that could be left out: a bug in a fill is a lost session, not more."""
+    loopback = loopback_of()
+    loopback.drafts["draft"].failures.append(Failed("INTERNAL", "scripted"))
+    stats = finish(loopback).stats
+    assert stats.num_draft_tokens > 0
+    assert not [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
 
 
 @pytest.mark.parametrize(
