@@ -377,6 +377,7 @@ class Session:
         if isinstance(body, Opened):
             return
         if isinstance(body, Deferred):
+            self.target.num_repeats = 0  # it is there: only silence from here on is a loss
             self._start_target_timer(Timer.DEFERRED)
         elif isinstance(body, Failed):
             self._target_failed(body)

@@ -524,6 +524,35 @@ def test_repeated_round_is_answered_once() -> None:
     finish(loopback)
 
 
+def test_preempted_target_that_says_so_is_never_taken_for_lost() -> None:
+    """Each deadline asks again under the same key; a replica that answers DEFERRED is there, so the
+    session waits on however long the older ones take. Silence after it moves the session."""
+    loopback = loopback_of()
+    waits = 0
+    held: list[Event] = []
+
+    def tamper(action: Action) -> list[Event] | None:
+        nonlocal waits
+        if not isinstance(action, StartTimer) or action.side is Side.DRAFT or action.round != 3:
+            return None
+        for event in [e for e in loopback.inbox if isinstance(e, TargetReply)]:
+            loopback.inbox.remove(event)
+            held.append(event)
+        if action.timer is Timer.VERIFY and waits < 10:
+            waits += 1
+            return [TargetReply(action.epoch, action.round, Deferred())]
+        if action.timer is Timer.DEFERRED and waits < 10:
+            return [TimerFired(Side.TARGET, action.epoch, action.round)]
+        return held[-1:]
+
+    loopback.tamper = tamper
+    finish(loopback)
+    assert waits == 10
+    assert loopback.session.target.epoch == 0
+    asked = {c for s in loopback.sent for c in s.commands if isinstance(c, Verify) and c.round == 3}
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("reason", ["SESSION_NOT_FOUND", "STALE_ROUND", "ROUND_CONFLICT"])
 def test_session_gone_at_the_target_is_reopened_there(reason: str) -> None:
     """An expired or confused session is opened again at epoch + 1 on the same replica."""
