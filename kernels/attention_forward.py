@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import keep_tile, tanh, visible_tile
+from kernels.attention_specialised import fits, launch_specialised
 from kernels.configs.attention import Tiles, forward_tiles
 from kernels.reference_attention import AttentionOptions
 from kernels.softmax_state import dot, finalize, weigh
@@ -300,6 +301,20 @@ def descriptor_pair(
     return first, second
 
 
+def _is_plain(inputs: Inputs, options: AttentionOptions) -> bool:
+    """Whether a call asks for nothing but causality, with keys for every query."""
+    return (
+        inputs.packing is None
+        and inputs.bias is None
+        and inputs.mask is None
+        and options.window is None
+        and options.softcap == 0.0
+        and options.dropout_p == 0.0
+        and options.scale_for(inputs.head_dim) > 0.0
+        and (not options.causal or options.offset_for(inputs.num_queries, inputs.num_keys) >= 0)
+    )
+
+
 def launch_forward(
     inputs: Inputs, options: AttentionOptions, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -311,6 +326,9 @@ def launch_forward(
     if not q.numel():
         return out, lse
     tiles = tiles or forward_tiles(q)
+    if tiles.specialised and _is_plain(inputs, options) and fits(q, k, v):
+        offset = options.offset_for(inputs.num_queries, inputs.num_keys)
+        return launch_specialised(q, k, v, options.causal, offset, options.scale_for(head_dim))
     descriptors = descriptor_pair((k, v), inputs, tiles.block_n if tiles.descriptors else 0)
     scale = options.scale_for(head_dim)
     packing = inputs.packing

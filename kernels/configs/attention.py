@@ -23,9 +23,9 @@ class Tiles:
     """Block shape and launch shape of one kernel.
 
     block_m rows (queries), block_n keys. descriptors: load K and V tiles by bulk-copy descriptors
-    where the layout allows. ahead: compute scores one tile ahead of their use. ordered: sum
-    products one by one (tests of bit-equality in the interpreter, whose matrix product may depend
-    on a row's place).
+    where the layout allows. ahead: compute scores one tile ahead of their use. specialised: inputs of
+    whole tiles take `attention_specialised`, which has its own. ordered: sum products one by one
+    (tests of bit-equality in the interpreter, whose matrix product may depend on a row's place).
     """
 
     block_m: int
@@ -34,6 +34,7 @@ class Tiles:
     num_stages: int = 2
     descriptors: bool = False
     ahead: bool = False
+    specialised: bool = False
     ordered: bool = False
 
 
@@ -77,8 +78,8 @@ _FLOAT32 = Tiles(32, 32, num_warps=4, num_stages=1)
 
 # (architecture, padded head_dim) -> tiles for 16-bit inputs.
 FORWARD: dict[tuple[str, int], Tiles] = {
-    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=3, ahead=True),
-    ("sm_90", 128): Tiles(64, 64, num_warps=4, num_stages=3),
+    ("sm_90", 64): Tiles(64, 64, num_warps=4, num_stages=3, ahead=True, specialised=True),
+    ("sm_90", 128): Tiles(64, 64, num_warps=4, num_stages=3, specialised=True),
     ("sm_90", 256): Tiles(64, 64, num_warps=8, num_stages=2),
 }
 _FORWARD_FALLBACK = Tiles(64, 32, num_warps=4, num_stages=2)

@@ -42,7 +42,8 @@ class Candidate:
 def _dense(shape: str) -> list[Candidate]:
     blocks = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4),
               (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4)]  # fmt: skip
-    return [
+    specialised = Candidate(shape, Tiles(64, 64, specialised=True))
+    return [specialised] + [
         Candidate(shape, Tiles(*block, descriptors=descriptors, ahead=ahead))
         for ahead in (True, False)
         for descriptors in (True, False)

@@ -11,7 +11,8 @@ from torch import Tensor
 from kernels import reference_attention as reference
 from kernels.attention import AttentionOptions, Packing, attention, attention_packed
 from kernels.attention_forward import Inputs, launch_forward
-from kernels.configs.attention import Tiles
+from kernels.attention_specialised import fits
+from kernels.configs.attention import Tiles, forward_tiles
 from tests.kernels.accuracy import assert_as_accurate
 
 CAUSAL = AttentionOptions(causal=True)
@@ -281,3 +282,32 @@ def test_inputs_that_do_not_fit_are_refused(device: str, change, message: str) -
 def test_bfloat16_is_as_accurate_as_plain_torch(device: str, name: str) -> None:
     """bfloat16 storage: twice plain PyTorch's error at most, over every option and head dim 128."""
     check(device, qkv(4, 2, 300, 421, dim=128, dtype=torch.bfloat16), OPTIONS[name])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("options", "queries", "keys"),
+    [
+        (AttentionOptions(), 128, 384),
+        (CAUSAL, 512, 512),
+        (CAUSAL, 256, 1408),
+        (AttentionOptions(causal=True, query_offset=0), 256, 128),
+        (AttentionOptions(causal=True, query_offset=5), 384, 640),
+        (AttentionOptions(causal=True, query_offset=200, scale=0.3), 256, 384),
+    ],
+)
+def test_specialised_warps_are_as_accurate_as_plain_torch(
+    device: str, options: AttentionOptions, queries: int, keys: int, dim: int, dtype: torch.dtype
+) -> None:
+    """The warp-specialised kernel takes these shapes, is accurate, and repeats its bits."""
+    tensors = qkv(4, 2, queries, keys, dim=dim, batch=2, dtype=dtype)
+    q, k, v = (t.to(device) for t in tensors)
+    assert fits(q, k, v)
+    assert forward_tiles(q).specialised
+    out = check(device, tensors, options)
+    for _ in range(3):  # a race would show as bits that move
+        assert torch.equal(attention(q, k, v, options)[0].cpu(), out)
+    stock, _ = launch_forward(Inputs(q, k, v), options, Tiles(64, 64, num_stages=2))
+    torch.testing.assert_close(stock.cpu().float(), out.float(), rtol=2e-2, atol=2e-2)
