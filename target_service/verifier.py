@@ -8,6 +8,7 @@ The checks of what a draft sent are in target_service/candidates.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -158,6 +159,7 @@ class Verifier:
         rows = session.shaper.rows(logits, session.ledger.tokens, tokens)
         verdict: Verdict = verifying.verdict
         rows[0]  # always judged: a fault there fails the command
+        task.is_tainted = self._has_fault(logits[1:])
         verdict.distributions.extend(self._encode_rows(rows))
         if session.opening.sampling.HasField("num_logprobs"):
             for row in self._log_softmax(logits):
@@ -187,6 +189,7 @@ class Verifier:
         if session.opening.sampling.HasField("num_logprobs"):
             emitted = logits[: len(decision.tokens)]
             self._add_logprobs(verdict, session, emitted, decision.tokens)
+        task.is_tainted = self._has_fault(logits[len(decision.tokens) :])
         ledger.settle(decision.num_accepted)
         ledger.extend(decision.tokens)
         task.fed.clear()
@@ -195,6 +198,12 @@ class Verifier:
         stopped = decision.tokens[-1] in session.shaper.stop_ids
         done = len(verdict.tokens) >= verifying.num_steps or bool(candidates.tokens) or stopped
         return verdict if done else None
+
+    def _has_fault(self, logits: Tensor) -> bool:
+        """Whether rows that nobody judged hold NaN or +inf: so may the K/V of their tokens."""
+        return bool(logits.numel()) and not math.isfinite(
+            float(logits[:, : self._options.vocab_size].max())
+        )
 
     def _run_rule(
         self,

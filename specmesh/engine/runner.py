@@ -25,7 +25,7 @@ from specmesh.engine.executor import Device, StepExecutor, StepOutcome
 from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
-from specmesh.engine.sessions import Limits, Link, Request, SessionTable
+from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
 logger = logging.getLogger(__name__)
@@ -261,14 +261,19 @@ class Engine:
             elif isinstance(outcome, SpecmeshError):
                 self._fail(entry.task, outcome)
             else:
+                if entry.task.is_tainted:
+                    self._wipe(entry.task.session)
                 self._desk.finish(entry.task, outcome)
 
     def _fail(self, task: Task, error: SpecmeshError) -> None:
         if isinstance(error, NumericFault):
-            # Its K/V may hold NaN, which masking does not silence: wipe it, rebuild when needed.
-            self._executor.clear(self._scheduler.private_pages(task.session))
-            self._scheduler.release(task.session)
+            self._wipe(task.session)
         self._desk.fail(task, error)
+
+    def _wipe(self, session: Session) -> None:
+        """Drop K/V that may hold NaN, which masking does not silence; rebuilt when needed."""
+        self._executor.clear(self._scheduler.private_pages(session))
+        self._scheduler.release(session)
 
     def _flush(self) -> None:
         for link, results in self._desk.take_outbound().items():

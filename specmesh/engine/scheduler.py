@@ -28,6 +28,7 @@ class Task:
     base_len: confirmed length it works from. fed: tokens past the confirmed prefix that are fed as
     well (candidates to verify, or those drawn so far). num_rows: how many of the last tokens fed
     need logits. reserve_len: it writes K/V at no position from here on. role_state: the role's.
+    is_tainted: K/V that it wrote may hold NaN, though nothing it was asked for does.
     Times in nanoseconds of the engine's clock.
     """
 
@@ -42,6 +43,7 @@ class Task:
     reserve_len: int = 0
     is_reserved: bool = False
     is_deferred: bool = False
+    is_tainted: bool = False
     overwritten_from: int = 1 << 62
     ready_ns: int = 0
     queue_ns: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 
 from protos.specmesh.v1 import session_pb2
@@ -14,6 +15,7 @@ from specmesh.shaping import TokenShaper
 from tests.rpc.fake_model import EMPTY, PrefixDecoder
 from tests.rpc.peers import (
     AT_COORDINATOR,
+    AT_TARGET,
     COUPLED,
     VOCAB_HASH,
     Script,
@@ -210,6 +212,31 @@ async def test_nan_counts_in_judged_rows_only() -> None:
         encodings = [row.encoding for row in rows.verdict.distributions]
         assert encodings[1] == session_pb2.ENCODING_UNSPECIFIED  # told, for whoever judges it
         assert encodings[0] != session_pb2.ENCODING_UNSPECIFIED
+
+
+@pytest.mark.parametrize("decide_at", [AT_TARGET, AT_COORDINATOR])
+async def test_kv_of_a_faulty_candidate_is_wiped(decide_at) -> None:
+    """A rejected candidate with NaN logits left NaN in K/V past the boundary. Masking does not
+    silence it (0 * NaN), and a longer batch mate makes the pass read there: it is wiped."""
+    model = PrefixDecoder(VOCAB, nan_token=13)
+    async with running("target", model) as service, linked(service) as link:
+        probe = Script("target", "probe", list(PROMPT), rule=COUPLED)
+        await opened(link, probe)
+        winner = probe.tokens[-1]
+        script = Script("target", "s", list(PROMPT), rule=COUPLED)
+        await link.call(script.open())
+        wrong = (winner + 1) % 13
+        answer = await link.call(script.verify([wrong, 13, 1], decide_at=decide_at))
+        assert reason(answer) == ""
+        session = next(s for s in service.engine._table if s.session_id == "s")
+        assert session.block_table == []
+        assert (service.engine._executor._device.cache.slots != 13).all()
+        script.committed([winner])
+        if decide_at == AT_COORDINATOR:
+            script.known_len -= 1
+        again = await link.call(script.verify([2, 3], decide_at=AT_COORDINATOR))
+        assert_cold_rows(model, script, again, [2, 3])
+        service.pool.check_integrity()
 
 
 async def test_prefixes_are_reused_and_shared_pages_never_written() -> None:
