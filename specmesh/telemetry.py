@@ -297,7 +297,7 @@ class Telemetry:
                 endpoint=settings.otlp_endpoint,
                 insecure=not settings.otlp_endpoint.startswith("https://"),
                 timeout=5.0,
-                channel_options=(("grpc.enable_http_proxy", "0"),),
+                channel_options=(("grpc.enable_http_proxy", 0),),  # type: ignore[arg-type]  # an integer to gRPC
             )
             # A sampled request of 75 rounds is 300 spans: room for some dozens of them.
             processors.append(BatchSpanProcessor(exporter, max_queue_size=16384))
