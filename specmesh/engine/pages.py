@@ -7,6 +7,9 @@ loses pages when the pool is full is decided in specmesh/engine/scheduler.py.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.sessions import Session
 
@@ -80,6 +83,12 @@ class PageTables:
         session.block_table = []
         session.num_published = 0
         session.ledger.drop_kv()
+
+    def num_freed(self, sessions: Iterable[Session]) -> int:
+        """Pages that would come free if all these sessions gave theirs back: those that no other
+        session holds as well."""
+        held = Counter(page for session in sessions for page in session.block_table)
+        return sum(self.pool.ref_count(page) == count for page, count in held.items())
 
     def private_pages(self, session: Session) -> list[int]:
         """Pages that nobody but this session can read."""

@@ -219,7 +219,7 @@ class Scheduler:
         if any(other.session.serial < session.serial for other in self._deferred):
             return False  # an older session waits for pages: it comes first
         newer = [serial for serial in self._holders if serial > session.serial]
-        obtainable = sum(len(self._holders[serial].block_table) for serial in newer)
+        obtainable = self._pages.num_freed([self._holders[serial] for serial in newer])
         if self._pages.pool.num_free + obtainable < num_pages:
             return False
         for serial in sorted(newer, reverse=True):

@@ -222,3 +222,25 @@ def test_reused_tokens_are_counted_once_however_often_pages_were_asked_for() -> 
     bench.scheduler.release(holder)
     assert bench.step() == [(2, 8, 17, 1)]
     assert waiting.cached_tokens == 8
+
+
+def test_nobody_is_preempted_for_pages_that_would_not_come_free() -> None:
+    """A page shared with an older session stays in use when the newer one loses it: preemption
+    counts what it would really free, and otherwise leaves everybody's K/V, and this pass's page
+    copies, alone."""
+    bench = Bench(num_pages=6)
+    holder = bench.task(16).session
+    while bench.step():
+        pass
+    bench.scheduler.publish(holder)
+    waiting = bench.task(1)
+    bench.step()
+    sharer = bench.task(17, first_token=-1)
+    assert bench.step() == [(2, 16, 17, 1)]
+    assert sharer.session.block_table[:4] == holder.block_table
+    waiting.session.ledger.extend([3] * 8)  # two pages more; one would come free
+    bench.work(waiting.session)
+    assert bench.step() == []
+    assert bench.scheduler.num_preemptions == 0
+    assert sharer.session.block_table != []
+    assert [task.session.serial for task in bench.deferred] == [1]
