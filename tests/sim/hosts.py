@@ -196,7 +196,7 @@ class ServiceHost:
         node = self.node = Node(self.address)
         num_pages = setup.target_pages if side == "target" else setup.draft_pages
         self.pool = BlockPool(num_pages, setup.page_size)
-        self.cache = TinyCache(num_pages, setup.page_size)
+        self.cache = TinyCache(self.pool)
         salt = 0 if side == "target" else 1
         model = TinyModel(setup.vocab_size, salt=salt, own_weight=setup.own_weight)
         limits = Limits(setup.vocab_size, VOCAB_HASH, 4096, 64, num_pages, setup.page_size)

@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.decoder import StepBatch
 from specmesh.engine.executor import StepExecutor
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 
 
-class WrongRead(AssertionError):
-    """A pass read K/V that is not of its prefix."""
+class WrongRead(BaseException):
+    """A pass read K/V that is not of its prefix. Not an Exception: engines survive those."""
+
+
+class WrongWrite(BaseException):
+    """A pass wrote into a page that others read."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,17 @@ class TinySpec:
 class TinyCache:
     """(token, digest) of each position, by page and offset; None where nothing was written."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        num_pages, page_size = pool.num_pages, pool.page_size
         self.page_size = page_size
         self.slots: list[tuple[int, int] | None] = [None] * (num_pages * page_size)
+
+    def write(self, slot: int, token: int, digest: int) -> None:
+        """Write a position. Nobody else may be able to read its page."""
+        if self._pool.is_shared(slot // self.page_size):
+            raise WrongWrite(f"page {slot // self.page_size} is shared or published")
+        self.slots[slot] = (token, digest)
 
     def copy_page(self, source: int, target: int) -> None:
         size = self.page_size
@@ -107,7 +120,7 @@ class TinyModel:
             digest = self._read(cache, batch.block_tables[index], known[:first])
             for row in range(start, end):
                 digest = extend_digest(digest, (tokens[row],))
-                cache.slots[slots[row]] = (tokens[row], digest)
+                cache.write(slots[row], tokens[row], digest)
                 if row in wanted:
                     rows.append(self._logits(digest))
         return torch.stack(rows) if rows else torch.empty(0, self.spec.num_embeddings)

@@ -14,7 +14,8 @@ class Faults:
     Messages (links to draft and target only, as TCP keeps streams whole): drop, duplicate, replay
     (an old message turns up later, also after its link or epoch ended), delay. Connections: resets,
     partitions, one_way partitions. Processes: crashes of each kind, stalls (a pass takes long).
-    Draft content: lie. Callers: cancel, deadline, client_crash. Pages: num_pages of each service.
+    Draft content: lie. Memory of a service: forget (an idle session's confirmed tokens are cut),
+    garble (cut, and others in their place), so that the prefixes disagree. Callers: cancel, deadline, client_crash. Pages: num_pages of each service.
     """
 
     latency_s: float = 0.002
@@ -31,6 +32,8 @@ class Faults:
     coordinator_crashes: int = 0
     stalls: int = 0
     lie: float = 0.0
+    forget: int = 0
+    garble: int = 0
     cancel: float = 0.0
     deadline: float = 0.0
     client_crash: float = 0.0
@@ -81,6 +84,8 @@ _DRAWS: dict[str, Callable[[random.Random], float | int]] = {
     "coordinator_crashes": lambda rng: rng.randint(1, 2),
     "stalls": lambda rng: rng.randint(1, 3),
     "lie": lambda rng: rng.choice((0.1, 0.5)),
+    "forget": lambda rng: rng.randint(1, 3),
+    "garble": lambda rng: rng.randint(1, 3),
     "cancel": lambda rng: rng.choice((0.2, 0.7)),
     "deadline": lambda rng: rng.choice((0.2, 0.7)),
     "client_crash": lambda rng: rng.choice((0.2, 0.7)),
@@ -97,10 +102,10 @@ def drawn_setup(seed: int) -> Setup:
         latency_s=rng.choice((0.0005, 0.002, 0.01)), window_s=rng.choice((0.2, 0.5)), **chosen
     )
     tiny = rng.random() < 0.4
-    max_tokens = rng.randint(3, 12)
+    max_tokens = rng.randint(3, 16)
     page_size = rng.choice((1, 2, 3, 4))
     needed = -(-(9 + max_tokens) // page_size)
-    pages = [needed + rng.randint(0, needed) if tiny else 64 for _ in range(2)]
+    pages = [needed + rng.randint(0, needed // 2) if tiny else 64 for _ in range(2)]
     return Setup(
         seed=seed,
         vocab_size=rng.randint(3, 6),
@@ -109,12 +114,12 @@ def drawn_setup(seed: int) -> Setup:
         target_pages=pages[0],
         draft_pages=pages[1],
         num_targets=rng.choice((1, 2)),
-        num_drafts=rng.choice((0, 1, 1, 2)),
+        num_drafts=rng.choice((0, 1, 1, 1, 2, 2)),
         num_coordinators=rng.choice((1, 2)),
-        num_requests=rng.choice((1, 1, 2, 3)),
+        num_requests=rng.choice((2, 3, 4) if tiny else (1, 1, 2, 3)),
         prefill_chunk=rng.choice((2, 4, 64)),
         token_budget=rng.choice((4, 8, 64)),
-        max_running=rng.choice((1, 2, 64)),
+        max_running=rng.choice((1, 2, 64, 64)),
         num_draft_tokens=rng.choice((None, None, 1, 2, 3, 4)),
         audit_ratio=rng.choice((0.0, 0.0, 0.5)),
         draft_prefill=rng.choice(("auto", "parallel", "after_first_token")),
