@@ -251,9 +251,12 @@ class Resolver:
                     field=f"chat.messages[{index}].role",
                 )
         try:
-            return self.tokenizer.chat(messages)
+            ids = self.tokenizer.chat(messages)
         except InvalidRequest as refused:
             raise InvalidRequest(refused.message, field="chat.messages") from refused
+        if not ids:
+            raise InvalidRequest("the template makes no tokens of it", field="chat.messages")
+        return ids
 
     def _max_tokens(self, request: generation_pb2.GenerateRequest, prompt_len: int) -> int:
         room = self.limits.max_context_len - prompt_len

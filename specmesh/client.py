@@ -14,6 +14,7 @@ Knows nothing of drafts, rounds or models beyond the public contract
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
@@ -52,6 +53,7 @@ Event: TypeAlias = pb.Started | pb.Chunk | pb.Finished
 
 T = TypeVar("T")
 
+MAX_TIMEOUT_S = 1e8  # three years: what is beyond, infinity too, is no bound
 CANCEL_WAIT_S = 5.0  # a cancelled call ends in milliseconds; never hang on one that does not
 
 
@@ -182,6 +184,8 @@ class AsyncClient:
         self, request: pb.GenerateRequest, *, timeout_s: float = 600.0
     ) -> AsyncGenerator[Event, None]:
         """`stream` for a message built by the caller."""
+        if math.isnan(timeout_s):
+            raise InvalidRequest("is not a number of seconds", field="timeout_s")
         state = Resumption(request)
         deadline = time.monotonic() + timeout_s
         failures, held = 0, state.num_held
@@ -205,7 +209,9 @@ class AsyncClient:
         if timeout_s <= 0:
             raise DeadlineExceeded("the time for this request is over")
         request = state.next_request()
-        call = self._stub().Generate(request, timeout=timeout_s, metadata=self._metadata)
+        # gRPC takes a time it cannot represent for one that has passed.
+        bound_s = timeout_s if timeout_s < MAX_TIMEOUT_S else None
+        call = self._stub().Generate(request, timeout=bound_s, metadata=self._metadata)
         before = state.num_held
         try:
             async for response in call:

@@ -6,6 +6,7 @@ Owns the names of options and the kinds of prompt. Ranges and defaults are the c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -61,7 +62,7 @@ class GenerateOptions:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: Sequence[str] | None = None
+    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
@@ -88,6 +89,8 @@ class GenerateOptions:
                     setattr(request, option.name, _enum(option.name, value, enums[option.name]))
                 elif option.name == "logit_bias":
                     request.logit_bias.update(value)
+                elif option.name == "stop" and isinstance(value, str):
+                    request.stop.append(value)  # a string is a sequence too, of characters
                 elif option.name in ("stop", "stop_token_ids"):
                     getattr(request, option.name).extend(value)
                 else:
@@ -104,13 +107,27 @@ def _enum(name: str, value: str, names: Mapping[str, Any]) -> Any:
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and all(isinstance(part, ChatTurn) for part in prompt):
-        for turn in prompt:
-            request.chat.messages.add(role=turn.role, content=turn.content)  # type: ignore[union-attr]  # all() above, which mypy does not narrow by
-    elif all(isinstance(part, int) and 0 <= part < 1 << 32 for part in prompt):
-        request.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]  # as above
-        request.tokens.SetInParent()
-    else:
-        raise InvalidRequest("text, token ids or chat turns are expected", field="prompt")
+    """Raises InvalidRequest for what is none of the three kinds, or cannot be written as UTF-8."""
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+            return
+        if isinstance(prompt, bytes | bytearray):  # a sequence of integers, but no token ids
+            raise TypeError
+        parts: list[Any] = list(prompt)
+        if parts and all(isinstance(part, ChatTurn) for part in parts):
+            for turn in parts:
+                if not isinstance(turn.content, str):  # protobuf would take None for ""
+                    raise TypeError
+                request.chat.messages.add(role=turn.role, content=turn.content)
+        elif any(isinstance(part, bool) for part in parts):
+            raise TypeError
+        else:
+            request.tokens.token_ids.extend(operator.index(part) for part in parts)
+            request.tokens.SetInParent()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"is no text: {error.reason}", field="prompt") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            "text, token ids or chat turns are expected", field="prompt"
+        ) from error

@@ -9,6 +9,7 @@ round boundary. Knows no transport, no clock, no retry policy.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from protos.specmesh.v1 import generation_pb2 as pb
@@ -30,8 +31,9 @@ class Resumption:
         """`request` is copied. Ids it already resumes from count as held."""
         self._request = pb.GenerateRequest()
         self._request.CopyFrom(request)
-        num_samples = request.n if request.HasField("n") else 1
-        self._samples = [_Sample() for _ in range(max(1, num_samples))]
+        self._num_samples = max(1, request.n) if request.HasField("n") else 1
+        # Made when something of them arrives: how many there may be is for the coordinator to say.
+        self._samples: dict[int, _Sample] = defaultdict(_Sample)
         if request.resume_token_ids:
             self._samples[0].token_ids.extend(request.resume_token_ids)
             self._samples[0].next_round = request.resume_round
@@ -42,12 +44,12 @@ class Resumption:
     @property
     def done(self) -> bool:
         """Whether every sample has finished."""
-        return all(sample.finished for sample in self._samples)
+        return sum(sample.finished for sample in self._samples.values()) == self._num_samples
 
     @property
     def num_held(self) -> int:
         """Tokens and endings held over all samples: grows exactly when there is progress."""
-        return sum(len(s.token_ids) + s.finished for s in self._samples)
+        return sum(len(s.token_ids) + s.finished for s in self._samples.values())
 
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next attempt.
@@ -61,7 +63,7 @@ class Resumption:
         self._only = None
         if self._started is None:
             return request
-        index = next(i for i, sample in enumerate(self._samples) if not sample.finished)
+        index = next(i for i in range(self._num_samples) if not self._samples[i].finished)
         sample = self._samples[index]
         # What the first attempt resolved is now said outright: a replica's own defaults, or the
         # mere presence of the seed, must not change the law in the middle of a text.
@@ -94,7 +96,7 @@ class Resumption:
         body: pb.Chunk | pb.Finished = getattr(passed_on, event)
         if self._only is not None:
             body.index = self._only
-        if body.index >= len(self._samples) or self._samples[body.index].finished:
+        if body.index >= self._num_samples or self._samples[body.index].finished:
             raise InternalError(f"the coordinator sent {event} for sample {body.index}")
         sample = self._samples[body.index]
         if isinstance(body, pb.Chunk):

@@ -300,6 +300,28 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecmeshErro
     raise AssertionError("abort_with_status returned")
 
 
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """In the place of a request whose bytes are no message."""
+
+    reason: str
+
+
+def _parsed_or_unreadable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Let a call with unreadable bytes reach the mapping of errors.
+
+    gRPC itself answers UNKNOWN with the exception's text, and writes a traceback each time.
+    """
+
+    def parse_request(content: bytes) -> Any:
+        try:
+            return parse(content)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return parse_request
+
+
 class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Maps errors that a specmesh method raises to rich statuses: one wrap a call, none a message.
 
@@ -323,6 +345,8 @@ class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
         }
+        if not handler.request_streaming:
+            codecs["request_deserializer"] = _parsed_or_unreadable(handler.request_deserializer)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._mapped(handler.unary_unary), **codecs)
         if handler.unary_stream is not None:
@@ -342,7 +366,7 @@ class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
                 request: Any, context: grpc.aio.ServicerContext[Any, Any]
             ) -> AsyncIterator[Any]:
                 try:
-                    self._check_peer(context)
+                    self._check(request, context)
                     async for response in behaviour(request, context):
                         yield response
                 except Exception as error:  # noqa: BLE001 - the one place that maps every error
@@ -352,12 +376,17 @@ class ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not
 
         async def calling(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                self._check_peer(context)
+                self._check(request, context)
                 return await behaviour(request, context)
             except Exception as error:  # noqa: BLE001 - the one place that maps every error
                 await _abort_any(context, error)
 
         return calling
+
+    def _check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._check_peer(context)
+        if isinstance(request, _Unreadable):
+            raise InvalidRequest(f"the request cannot be parsed: {request.reason}")
 
     def _check_peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if not self._allowed_peers:
@@ -395,6 +424,10 @@ def error_to_message(error: SpecmeshError) -> session_pb2.CommandError:
 
 
 # ---------------------------------------------------------------- wire -> errors
+
+# How gRPC words a message or metadata over a limit. It says RESOURCE_EXHAUSTED, as a full queue
+# does, but here trying again is of no use.
+_OVER_LIMIT = ("message larger than max", "metadata size exceeds")
 
 # What a bare status means, where the peer (or gRPC itself) attached no ErrorInfo of ours.
 _BARE_STATUS: dict[grpc.StatusCode, type[SpecmeshError]] = {
@@ -438,7 +471,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SpecmeshError:
     text = error.details() or error.code().name
     status = _rich_status(error)
     if status is None:
-        return _BARE_STATUS.get(error.code(), InternalError)(f"{error.code().name}: {text}")
+        return _bare_error(error.code(), text)
     info, retry, bad = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.RetryInfo(),
@@ -449,7 +482,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SpecmeshError:
             if detail.Is(target.DESCRIPTOR):
                 detail.Unpack(target)
     if info.domain != ERROR_DOMAIN:
-        return _BARE_STATUS.get(error.code(), InternalError)(f"{error.code().name}: {text}")
+        return _bare_error(error.code(), text)
     confirmed = info.metadata.get("confirmed_len", "0")
     return _rebuild(
         info.reason,
@@ -458,6 +491,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SpecmeshError:
         retry.retry_delay.ToNanoseconds() / 1e9,
         confirmed_len=int(confirmed) if confirmed.isdecimal() else 0,
     )
+
+
+def _bare_error(code: grpc.StatusCode, text: str) -> SpecmeshError:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(part in text for part in _OVER_LIMIT):
+        return InvalidRequest(text)
+    return _BARE_STATUS.get(code, InternalError)(f"{code.name}: {text}")
 
 
 def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:

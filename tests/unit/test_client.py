@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
+from typing import Any
 
+import numpy
 import pytest
 
 from protos.specmesh.v1 import generation_pb2 as pb
@@ -14,6 +17,7 @@ from specmesh.client import AsyncClient, Client, GenerateOptions, RetryPolicy
 from specmesh.errors import InvalidRequest, ModelMismatch, NotReady, TooBusy
 from specmesh.randomness import sample_seed
 from specmesh.request import ChatTurn
+from specmesh.rpc import RpcLimits
 from tests.unit.scripted_coordinator import DRAWN_SEED, ROUNDS, Script, serving
 
 ALL_IDS = [token_id for ids in ROUNDS for token_id in ids]
@@ -248,3 +252,78 @@ def test_what_the_message_cannot_hold_names_its_field(options: GenerateOptions, 
     with pytest.raises(InvalidRequest) as caught:
         options.request("hi")
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "\ud800",
+        [ChatTurn("user", "\udfff")],
+        [ChatTurn("user", None)],  # type: ignore[arg-type]  # what the test is about
+        [ChatTurn("user", "hi"), 3],
+        b"abc",
+        [True],
+        [-1],
+        [1 << 32],
+        [1.5],
+        None,
+        7,
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    """Proves that no prompt is guessed at: bytes are no ids, half a surrogate pair is no text."""
+    with pytest.raises(InvalidRequest) as caught:
+        GenerateOptions().request(prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_ids_may_come_as_an_array_and_one_stop_string_is_one() -> None:
+    """Proves that numpy's integers are ids, and that a string is not taken for its characters."""
+    request = GenerateOptions(stop="END").request(numpy.array([3, 0, 5]))
+    assert list(request.tokens.token_ids) == [3, 0, 5]
+    assert list(request.stop) == ["END"]
+
+
+def test_a_huge_number_of_samples_is_for_the_coordinator_to_refuse() -> None:
+    """Proves that the client makes nothing per sample asked for: 2**32 - 1 would not fit."""
+    script = Script(refusals={0: InvalidRequest("must be in [1, 16]", field="n")})
+    with (
+        serving(script) as address,
+        Client(address) as client,
+        pytest.raises(InvalidRequest) as caught,
+    ):
+        client.generate("hi", GenerateOptions(n=(1 << 32) - 1))
+    assert caught.value.field == "n"
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
+def test_a_boundless_time_is_no_bound(timeout_s: float) -> None:
+    """Proves that a time gRPC cannot hold is not taken for one that has passed."""
+    script = Script()
+    with serving(script) as address, Client(address) as client:
+        assert client.generate("hi", timeout_s=timeout_s).text == ALL_TEXT
+
+
+def test_a_time_that_is_no_number_is_refused() -> None:
+    """Proves that NaN seconds are an error of the caller and reach no coordinator."""
+    script = Script()
+    with (
+        serving(script) as address,
+        Client(address) as client,
+        pytest.raises(InvalidRequest) as caught,
+    ):
+        client.generate("hi", timeout_s=math.nan)
+    assert caught.value.field == "timeout_s"
+    assert script.requests == []
+
+
+def test_a_request_over_the_size_limit_is_sent_once() -> None:
+    """Proves that gRPC's RESOURCE_EXHAUSTED for a large message is not taken for a full queue."""
+    script = Script()
+    with (
+        serving(script) as address,
+        Client(address, limits=RpcLimits(max_message_bytes=4096), retry=QUICK) as client,
+        pytest.raises(InvalidRequest, match="larger than max"),
+    ):
+        client.generate("x" * 5000)
+    assert script.requests == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,3 +229,16 @@ def test_chat_uses_the_template() -> None:
     found = resolver().resolve(request(chat=message("user", "hi")))
     assert found.prompt == tuple(WordTokenizer().encode("<user>hi"))
     assert found.operation == "chat"
+
+
+def test_a_chat_without_any_token_is_refused() -> None:
+    """A template may leave nothing of a message; a session needs a prompt."""
+
+    class SilentTemplate(WordTokenizer):
+        def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+            return []
+
+    silent = replace(resolver(), tokenizer=SilentTemplate())
+    with pytest.raises(InvalidRequest) as refused:
+        silent.resolve(request(chat=message("user", "hi")))
+    assert refused.value.field == "chat.messages"

@@ -14,6 +14,7 @@ from specmesh.errors import (
     BY_REASON,
     ConfigError,
     InternalError,
+    InvalidRequest,
     NotReady,
     PrefixMismatch,
     SpecmeshError,
@@ -142,6 +143,21 @@ async def test_a_message_over_the_limit_is_refused(service) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert type(rpc.error_from_rpc(caught.value)) is InvalidRequest  # never retry
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 10, b"\x0b" * 5000])
+async def test_a_request_that_cannot_be_parsed_is_invalid(content, service, caplog) -> None:
+    """Garbage gets INVALID_ARGUMENT, from the caller's fault, and no traceback fills the log."""
+    _, channel, _, _ = service
+    call = channel.unary_unary("/specmesh.v1.TargetService/GetInfo", _registered_method=False)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(content)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    received = rpc.error_from_rpc(caught.value)
+    assert type(received) is InvalidRequest
+    assert "cannot be parsed" in received.message
+    assert caplog.records == []
 
 
 def test_long_messages_are_cut_at_a_character() -> None:
