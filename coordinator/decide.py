@@ -223,7 +223,8 @@ def _margin(
                 position = request.base_len + index
                 left = reference.coin(law.seed, position, request.base_len) * step.draft_mass
                 right = step.target_mass
-                return float(abs(left - right) / max(left, right))
+                larger = max(left, right)
+                return float(abs(left - right) / larger) if larger > 0 else None
         elif theirs is not None and own != theirs:
             return _draw_margin(law, request.base_len, step, own, theirs)
     return None

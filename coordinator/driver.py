@@ -2,8 +2,9 @@
 
 Owns the clock and everything asynchronous around one `Session`. Decides nothing about rounds: each
 event goes through `Session.step`, each action is carried out, in order. Events that arrive while a
-step runs, or while the reader of the stream is behind, wait in a queue that the protocol bounds
-(one command is out per side). Must not know the public API; `Sink` takes what is delivered.
+step runs, or while the reader of the stream is behind, wait in a short queue: one command is out
+per side, so a service that fills it says more than it was asked. Must not know the public API;
+`Sink` takes what is delivered.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from coordinator.records import FinishedRound, RoundClock, RoundRecorder
 from coordinator.translate import draft_reply, target_reply, to_wire
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import LinkSettings
-from specmesh.errors import SpecmeshError
+from specmesh.errors import InternalError, SpecmeshError
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 # work, not silence. Generous for a small CPU, small beside the deadlines themselves.
 TOKEN_ALLOWANCE_S = 0.02
 LATE_FACTOR = 5.0  # how many proposal deadlines a late draft keeps its session for
+# Far more than answers, DEFERRED, repeats, timers, placements and losses of both sides together.
+MAX_WAITING_EVENTS = 256
 
 
 class Sink(Protocol):
@@ -166,6 +169,11 @@ class Driver:
 
     def handle(self, event: Event) -> None:
         """Take an event; it is stepped now unless a step runs or the reader is behind."""
+        if len(self._inbox) >= MAX_WAITING_EVENTS:
+            logger.error("a service floods a session", extra={"session_id": self.session_id})
+            self._inbox.clear()
+            self.cancel(InternalError("a service answers what it was not asked"))
+            return
         self._inbox.append(event)
         if not self._is_stepping:
             self._step_all()
@@ -315,7 +323,14 @@ class Driver:
             if not future.done():
                 future.set_result(result)
 
-        self._in_executor(lambda: audit_round(self._wire.law, action), settle)
+        def audit() -> AuditResult:
+            try:
+                return audit_round(self._wire.law, action)
+            except Exception:  # what watches a request must not end it
+                logger.exception("audit failed on a bug", extra={"session_id": self.session_id})
+                return AuditResult(is_mismatch=True)
+
+        self._in_executor(audit, settle)
 
     def _in_executor(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Run blocking work and take its result on the loop; a bug in it fails the request."""

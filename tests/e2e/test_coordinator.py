@@ -326,6 +326,23 @@ async def test_audit_of_every_round_agrees() -> None:
         assert not any(mismatches)
 
 
+async def test_an_audit_that_fails_does_not_fail_what_it_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bug in the audit is an alarm, not the end of the request that happened to be audited."""
+
+    def broken(*_args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("coordinator.driver.audit_round", broken)
+    async with running_stack(speculation=SpeculationSettings(audit_ratio=1.0)) as stack:
+        assert len(await tokens_of(stack, seed=3, num_draft_tokens=3)) == 24
+        alarms = stack.replica.metrics.registry.get_sample_value(
+            "specmesh_audit_mismatches_total", {"kind": "mismatch"}
+        )
+        assert alarms
+
+
 async def test_admission_is_bounded() -> None:
     """Two run, two wait, eight are refused with a retry delay; those let in finish."""
     admission = AdmissionSettings(max_running=2, max_waiting=2)

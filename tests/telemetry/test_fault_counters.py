@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from coordinator.decide import Law
-from coordinator.driver import Driver, SessionWire
+from coordinator.driver import MAX_WAITING_EVENTS, Driver, SessionWire
 from coordinator.fleet import Fleet
 from coordinator.messages import (
+    Deferred,
     Deliver,
     Fail,
     Finish,
@@ -21,6 +24,7 @@ from coordinator.messages import (
     SessionPlan,
     Side,
     TargetPlaced,
+    TargetReply,
 )
 from coordinator.policy import SessionPolicy, SharedPolicy
 from coordinator.records import RoundRecorder
@@ -148,3 +152,18 @@ async def test_a_repaired_prefix_is_counted() -> None:
     assert value(metrics, "specmesh_resyncs_total", side="target") == 1
     driver.cancel(Cancelled("the test is over"))
 
+
+async def test_a_service_that_floods_a_paused_session_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its reader is behind a session keeps a bounded number of events, then it fails."""
+    monkeypatch.setattr(Output, "is_full", True)
+    failed: list[Fail] = []
+    monkeypatch.setattr(Output, "fail", lambda self, end: failed.append(end))
+    driver = started(CoordinatorMetrics(), fleet := ScriptedFleet())
+    assert not fleet.sent  # paused: nothing was stepped
+    for _ in range(2 * MAX_WAITING_EVENTS):
+        driver.handle(TargetReply(0, 0, Deferred()))
+        assert len(driver._inbox) <= MAX_WAITING_EVENTS
+    assert driver.is_done
+    assert [end.failure.reason for end in failed] == ["INTERNAL"]
