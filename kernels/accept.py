@@ -1,11 +1,13 @@
 """Accept, residual and bonus of a batch of rounds in two launches: `specmesh::accept`.
 
-Launch 1, `_judge_kernel`, reads every judged row once, leaf by leaf (`row_state`), and the program
-that finishes a session last judges it: candidates against coins (u q(x) P < p(x) Q), against the
-target's own race winner (coupled), or against its argmax (greedy). Launch 2, `_close_kernel`, races
-the residual [p/P - q/Q]+ or the bonus row of the sessions that need it. No probability tensor is
-written and the host reads nothing. The specification is `reference.decide` and `decide_coupled`;
-the contract that makes a token independent of launch, batch and place is in `row_state`.
+Launch 1, `_judge_kernel`, reads every row that may be judged once, a leaf (`row_state`) a program:
+no barrier, no atomic. Launch 2, `_close_kernel`, first judges its session from the leaves' few
+numbers (every program alike, so none waits): candidates against coins (u q(x) P < p(x) Q), against
+the target's own race winner (coupled), or against its argmax (greedy). Then it races the residual
+[p/P - q/Q]+ or the bonus row, and the program that finishes a session last writes the token. No
+probability tensor is written and the host reads nothing. The specification is `reference.decide`
+and `decide_coupled`; the contract that makes a token independent of launch, batch and place is in
+`row_state`.
 
 Must not know requests or services. The public functions and the meaning of each argument are in
 `kernels/sampling.py`.
@@ -16,24 +18,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.philox import uniform_at, uniform_tile
+from kernels.philox import uniform_at, words_tile
 from kernels.row_state import (
+    LEAF_TILES,
     LN_2,
     LOG2_E,
+    LOWEST,
     MASS_UNIT,
     NO_ID,
-    argmax,
+    append_tile,
     exact_mass,
-    exponent_of,
     load_scores,
     merge_masses,
-    pack_rate,
     power_of_two,
     race,
-    race_leaf,
+    rescaled,
+    score_leaf,
     tile_ids,
+    tiles_of,
     unpack_id,
-    unpack_rate,
     weigh,
 )
 from kernels.streams import Purpose
@@ -67,116 +70,82 @@ def weights_exponent(top):
 
 
 @triton.jit
-def score_leaf(
-    row, leaf, stride, vocab_size, threshold, scale, rule, seed, position, round_key, stream,
-    FILTERED: tl.constexpr, RACES: tl.constexpr, LEAF: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """One leaf of a row of scores: (m, mass, packed winner on the leaf's own scale or 0)."""
-    ids = leaf * LEAF + tl.arange(0, LEAF)
-    scores = load_scores(row, ids, stride, vocab_size, threshold, FILTERED)
-    m, point = exponent_of(scores, scale)
-    weights = weigh(scores, scale, point)
-    mass = exact_mass(weights, LEAF)
-    best = tl.zeros_like(mass)
-    if RACES:
-        if rule == COUPLED:
-            best = race_leaf(
-                row, leaf, stride, vocab_size, threshold, scale, point, seed, position, round_key,
-                stream, FILTERED, LEAF, RUN,
-            )  # fmt: skip
-        elif rule == GREEDY:
-            best = argmax(scores, ids)
-    return m, mass, best
+def weights_leaf(row, leaf, stride, vocab_size, TILE: tl.constexpr):
+    """One leaf of a row of weights: (m, mass or -1)."""
+    first = leaf * (LEAF_TILES * TILE)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.int64)
+    bad = total < 0
+    for _ in range(0, tiles_of(leaf, vocab_size, TILE)):
+        ids = first + tl.arange(0, TILE)
+        weights = tl.load(row + ids.to(tl.int64) * stride, ids < vocab_size, other=0.0)
+        weights = weights.to(tl.float32)
+        m = weights_exponent(tl.max(weights, 0))
+        mass = exact_mass(weights * power_of_two(-tl.maximum(m, -127.0)), TILE)
+        top, total, bad = append_tile(top, total, bad, m, mass)
+        first += TILE
+    return top, tl.where(bad, -1, total)
 
 
 @triton.jit
-def weights_leaf(row, leaf, stride, vocab_size, LEAF: tl.constexpr):
-    """One leaf of a row of weights: (m, mass)."""
-    ids = leaf * LEAF + tl.arange(0, LEAF)
-    weights = tl.load(row + ids.to(tl.int64) * stride, ids < vocab_size, other=0.0).to(tl.float32)
-    m = weights_exponent(tl.max(weights, 0))
-    return m, exact_mass(weights * power_of_two(-tl.maximum(m, -127.0)), LEAF)
+def sparse_row(ids, weights, stride_i, stride_w, num_ids, candidate, SPARSE_PAD: tl.constexpr):
+    """A sparse row: (m, mass or -1, the candidate's weight on the scale 2^m)."""
+    places = tl.arange(0, SPARSE_PAD)
+    token = tl.load(ids + places * stride_i, places < num_ids, other=-1)
+    weight = tl.load(weights + places * stride_w, places < num_ids, other=0.0).to(tl.float32)
+    weight = tl.where(token < 0, 0.0, weight)
+    m = weights_exponent(tl.max(weight, 0))
+    weight = weight * power_of_two(-tl.maximum(m, -127.0))
+    sound = weight < float("inf")
+    mass = tl.sum((tl.where(sound, weight, 0.0) * MASS_UNIT).to(tl.int64), 0)
+    mass = tl.where(tl.min(sound.to(tl.int32), 0) == 1, mass, -1)
+    return m, mass, tl.max(tl.where(token == candidate, weight, 0.0), 0)
 
 
 @triton.jit
 def merge_winners(packed, exponents, top, seen, rule):
     """Winner id of each row from its leaves' winners; rates are brought to one scale first."""
     if rule == COUPLED:
-        gap = exponents - tl.expand_dims(tl.where(top == float("-inf"), 0.0, top), 1)
-        rate = unpack_rate(packed) * power_of_two(tl.maximum(gap, -127.0))
-        packed = tl.where(rate > 0, pack_rate(rate, unpack_id(packed)), 0)
-    lowest = tl.full(packed.shape, -0x8000000000000000, tl.int64)
-    return unpack_id(tl.max(tl.where(seen, packed, lowest), 1))
+        packed = rescaled(
+            packed, exponents - tl.expand_dims(tl.where(top == float("-inf"), 0.0, top), 1)
+        )
+    return unpack_id(tl.max(tl.where(seen, packed, LOWEST), 1))
 
 
 @triton.jit
-def _sparse_masses(
-    ids, weights, stride_ik, stride_ii, stride_wk, stride_wi, candidates, num, rows, num_ids,
-    ROWS: tl.constexpr, SPARSE_PAD: tl.constexpr,
-):  # fmt: skip
-    """Exponent, mass, fault and candidate's scaled weight of each sparse row, [ROWS] each."""
-    exponents = tl.full([ROWS], float("-inf"), tl.float32)
-    masses = tl.zeros([ROWS], tl.int64)
-    own = tl.zeros([ROWS], tl.float32)
-    unsound = tl.zeros([ROWS], tl.int32)
-    places = tl.arange(0, SPARSE_PAD)
-    for row in range(0, num):
-        here = rows == row
-        token = tl.load(ids + row * stride_ik + places * stride_ii, places < num_ids, other=-1)
-        at = row * stride_wk + places * stride_wi
-        weight = tl.load(weights + at, places < num_ids, other=0.0).to(tl.float32)
-        weight = tl.where(token < 0, 0.0, weight)
-        m = weights_exponent(tl.max(weight, 0))
-        weight = weight * power_of_two(-tl.maximum(m, -127.0))
-        sound = weight < float("inf")
-        mass = tl.sum(tl.where(sound, weight * MASS_UNIT, 0.0).to(tl.int64), 0)
-        candidate = tl.sum(tl.where(here, candidates, 0), 0)
-        drawn = tl.max(tl.where(token == candidate, weight, 0.0), 0)
-        exponents = tl.where(here, m, exponents)
-        masses = tl.where(here, mass, masses)
-        own = tl.where(here, drawn, own)
-        unsound = tl.where(here, 1 - tl.min(sound.to(tl.int32), 0), unsound)
-    return exponents, masses, (unsound == 1) | (masses == 0), own
-
-
-@triton.jit
-def _judge_kernel(  # noqa: C901 - one launch holds every kind of row and rule
+def _judge_kernel(
     logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
-    thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
-    draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, arrivals,
-    choice, choice_scales, tokens, counts, log_probs,
+    thresholds, draft, draft_ids, draft_temperatures, draft_thresholds,
+    leaf_exponents, leaf_masses, leaf_best, leaf_weights,
     stride_row, stride_id, stride_db, stride_dk, stride_di, stride_ib, stride_ik, stride_ii,
-    vocab_size, num_leaves, num_stops, num_sparse, num_slots,
-    BUCKET: tl.constexpr, ROWS: tl.constexpr, LEAVES_PAD: tl.constexpr, KIND: tl.constexpr,
-    STOPS_PAD: tl.constexpr, SPARSE_PAD: tl.constexpr, LEAF: tl.constexpr,
-    LEAVES_PER_PROGRAM: tl.constexpr, RUN: tl.constexpr,
+    vocab_size, num_leaves, num_sparse, num_slots,
+    BUCKET: tl.constexpr, KIND: tl.constexpr, SPARSE_PAD: tl.constexpr, TILE: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (leaf groups, sessions, target rows then draft rows). See the module text."""
-    session, slot = tl.program_id(1), tl.program_id(2)
+    """Grid (sessions x leaves, target rows then draft rows)."""
+    session, leaf = tl.program_id(0) // num_leaves, tl.program_id(0) % num_leaves
+    slot = tl.program_id(1)
     num = tl.load(num_candidates + session)
     rule = tl.load(rules + session)
     seed, base_len = tl.load(seeds + session), tl.load(base_lens + session)
-    first_row = session * (BUCKET + 1)
-    if first_rows is not None:
-        first_row = tl.load(first_rows + session)
-    scale = scale_of(tl.load(temperatures + session), rule)
-    first_leaf = tl.program_id(0) * LEAVES_PER_PROGRAM
-    last_leaf = tl.minimum(first_leaf + LEAVES_PER_PROGRAM, num_leaves)
-    partial = (session * num_slots + slot) * num_leaves
+    partial = (session * num_slots + slot) * num_leaves + leaf
     if slot <= BUCKET:
         if slot <= num:
+            first_row = session * (BUCKET + 1)
+            if first_rows is not None:
+                first_row = tl.load(first_rows + session)
             threshold = float("-inf")
             if thresholds is not None:
                 threshold = tl.load(thresholds + session * (BUCKET + 1) + slot)
-            row = logits + (first_row + slot).to(tl.int64) * stride_row
-            for leaf in range(first_leaf, last_leaf):
-                m, mass, best = score_leaf(
-                    row, leaf, stride_id, vocab_size, threshold, scale, rule, seed,
-                    base_len + slot, 0, COUPLED_STREAM, thresholds is not None, True, LEAF, RUN,
-                )  # fmt: skip
-                tl.store(leaf_exponents + partial + leaf, m)
-                tl.store(leaf_masses + partial + leaf, mass)
-                tl.store(leaf_best + partial + leaf, best)
+            m, mass, best = score_leaf(
+                logits + (first_row + slot).to(tl.int64) * stride_row, leaf, stride_id,
+                vocab_size, threshold, scale_of(tl.load(temperatures + session), rule),
+                rule == GREEDY, rule == COUPLED, seed, base_len + slot, 0, COUPLED_STREAM,
+                thresholds is not None, True, TILE, RUN,
+            )  # fmt: skip
+            tl.store(leaf_exponents + partial, m)
+            tl.store(leaf_masses + partial, mass)
+            tl.store(leaf_best + partial, best)
     elif (slot - BUCKET - 1 < num) & (rule == RESIDUAL):
         index = slot - BUCKET - 1
         row = draft + session.to(tl.int64) * stride_db + index.to(tl.int64) * stride_dk
@@ -184,146 +153,28 @@ def _judge_kernel(  # noqa: C901 - one launch holds every kind of row and rule
             threshold = float("-inf")
             if draft_thresholds is not None:
                 threshold = tl.load(draft_thresholds + session * BUCKET + index)
-            draft_scale = scale_of(tl.load(draft_temperatures + session), rule)
-            for leaf in range(first_leaf, last_leaf):
-                m, mass, best = score_leaf(
-                    row, leaf, stride_di, vocab_size, threshold, draft_scale, rule, seed,
-                    0, 0, COUPLED_STREAM, draft_thresholds is not None, False, LEAF, RUN,
-                )  # fmt: skip
-                tl.store(leaf_exponents + partial + leaf, m)
-                tl.store(leaf_masses + partial + leaf, mass)
+            m, mass, _ = score_leaf(
+                row, leaf, stride_di, vocab_size, threshold,
+                scale_of(tl.load(draft_temperatures + session), rule), False, False, seed,
+                0, 0, 0, draft_thresholds is not None, False, TILE, RUN,
+            )  # fmt: skip
+            tl.store(leaf_exponents + partial, m)
+            tl.store(leaf_masses + partial, mass)
         elif KIND == WEIGHTS:
-            for leaf in range(first_leaf, last_leaf):
-                m, mass = weights_leaf(row, leaf, stride_di, vocab_size, LEAF)
-                tl.store(leaf_exponents + partial + leaf, m)
-                tl.store(leaf_masses + partial + leaf, mass)
-    tl.debug_barrier()
-    num_programs = tl.num_programs(0) * tl.num_programs(2)
-    if tl.atomic_add(arrivals + session, 1, sem="acq_rel") != num_programs - 1:
-        return
-    tl.store(arrivals + session, 0)
-
-    # The last program of the session: all its partials are written.
-    rows = tl.arange(0, ROWS)
-    leaves = tl.arange(0, LEAVES_PAD)
-    places = (session * num_slots + rows)[:, None] * num_leaves + leaves[None, :]
-    seen = (rows <= num)[:, None] & (leaves < num_leaves)[None, :]
-    proposed = rows < num
-    exponents = tl.load(leaf_exponents + places, seen, other=float("-inf"), cache_modifier=".cg")
-    masses = tl.load(leaf_masses + places, seen, other=0, cache_modifier=".cg")
-    top, mass, row_bad = merge_masses(exponents, masses, 1)
-    point = tl.where(top == float("-inf"), 0.0, top)
-    token = tl.load(candidates + session * BUCKET + rows, proposed, other=-1).to(tl.int32)
-    valid = (token >= 0) & (token < vocab_size)
-    draft_bad = proposed & ~valid
-    at = (first_row + rows).to(tl.int64) * stride_row + token.to(tl.int64) * stride_id
-    score = tl.load(logits + at, proposed & valid, other=float("-inf")).to(tl.float32)
-    if thresholds is not None:
-        bar = tl.load(thresholds + session * (BUCKET + 1) + rows, rows <= BUCKET, other=0.0)
-        score = tl.where(score < bar, float("-inf"), score)
-    weight = weigh(score, scale, point)
-    target_mass = mass.to(tl.float64)
-    target_log2 = tl.fma(score, scale, -point) - log2_mass(mass)
-    draft_log2 = tl.zeros_like(target_log2)
-    draft_top = tl.zeros_like(top)
-    draft_mass = tl.zeros_like(mass)
-    winner = tl.zeros_like(token) - 1
-    kept = rows < 0
-    if rule == RESIDUAL:
-        if KIND != NO_DRAFT:
-            if KIND == SPARSE:
-                draft_top, draft_mass, bad, draft_weight = _sparse_masses(
-                    draft_ids + session.to(tl.int64) * stride_ib,
-                    draft + session.to(tl.int64) * stride_db,
-                    stride_ik, stride_ii, stride_dk, stride_di,
-                    token, num, rows, num_sparse, ROWS, SPARSE_PAD,
+            m, mass = weights_leaf(row, leaf, stride_di, vocab_size, TILE)
+            tl.store(leaf_exponents + partial, m)
+            tl.store(leaf_masses + partial, mass)
+        elif KIND == SPARSE:
+            if leaf == 0:
+                candidate = tl.load(candidates + session * BUCKET + index).to(tl.int32)
+                row_ids = draft_ids + session.to(tl.int64) * stride_ib
+                m, mass, weight = sparse_row(
+                    row_ids + index.to(tl.int64) * stride_ik, row, stride_ii, stride_di,
+                    num_sparse, candidate, SPARSE_PAD,
                 )  # fmt: skip
-            else:
-                if draft_masses is not None:
-                    given = session * BUCKET + rows
-                    draft_top = tl.load(draft_exponents + given, proposed, other=float("-inf"))
-                    draft_mass = tl.load(draft_masses + given, proposed, other=0)
-                    bad = draft_mass <= 0
-                else:
-                    draft_places = places + (BUCKET + 1) * num_leaves
-                    draft_seen = proposed[:, None] & seen
-                    draft_top, draft_mass, bad = merge_masses(
-                        tl.load(leaf_exponents + draft_places, draft_seen, other=float("-inf"),
-                                cache_modifier=".cg"),
-                        tl.load(leaf_masses + draft_places, draft_seen, other=0,
-                                cache_modifier=".cg"),
-                        1,
-                    )  # fmt: skip
-                own = session.to(tl.int64) * stride_db + rows.to(tl.int64) * stride_dk
-                own = draft + own + token.to(tl.int64) * stride_di
-                if KIND == LOGITS:
-                    draft_score = tl.load(own, proposed & valid, other=float("-inf"))
-                    draft_score = draft_score.to(tl.float32)
-                    if draft_thresholds is not None:
-                        bar = tl.load(
-                            draft_thresholds + session * BUCKET + rows, proposed, other=0.0
-                        )
-                        draft_score = tl.where(draft_score < bar, float("-inf"), draft_score)
-                    draft_scale = scale_of(tl.load(draft_temperatures + session), rule)
-                    origin = tl.where(draft_top == float("-inf"), 0.0, draft_top)
-                    draft_weight = weigh(draft_score, draft_scale, origin)
-                else:
-                    draft_weight = tl.load(own, proposed & valid, other=0.0).to(tl.float32)
-                    draft_weight *= power_of_two(-tl.maximum(draft_top, -127.0))
-            draft_bad |= proposed & (bad | ~(draft_weight > 0))
-            u = uniform_at(
-                seed, tl.zeros([ROWS], tl.int32), base_len + rows, base_len, ACCEPT_STREAM
-            )
-            held = draft_weight.to(tl.float64) * target_mass
-            offered = weight.to(tl.float64) * draft_mass.to(tl.float64)
-            kept = proposed & (u.to(tl.float64) * held < offered)
-            drawn = tl.where(draft_weight > 0, draft_weight, 1.0)
-            draft_log2 = tl.log2(drawn) - log2_mass(draft_mass)
-        else:
-            draft_bad |= proposed
-    else:
-        packed = tl.load(leaf_best + places, seen, other=0, cache_modifier=".cg")
-        winner = merge_winners(packed, exponents, top, seen, rule)
-        kept = proposed & (winner == token)
-
-    # First row that was not kept; an accepted stop token before it ends the round without a draw.
-    first_open = tl.min(tl.where(kept, NO_ID, rows), 0)
-    stops = tl.arange(0, STOPS_PAD)
-    stop = tl.load(stop_ids + session * num_stops + stops, stops < num_stops, other=-1)
-    ends = tl.max((token[:, None] == stop[None, :]).to(tl.int32), 1)
-    first_stop = tl.min(tl.where(proposed & (ends == 1), rows, NO_ID), 0)
-    stopped = first_stop < first_open
-    last = tl.minimum(first_stop, first_open)
-    num_accepted = tl.where(stopped, last + 1, last)
-    judged = rows <= last
-    faulty_row = tl.max((judged & row_bad).to(tl.int32), 0) == 1
-    faulty_draft = tl.max((judged & draft_bad).to(tl.int32), 0) == 1
-    status = tl.where(faulty_draft, DRAFT_FAULT, OK)
-    status = tl.where(faulty_row, ROW_FAULT, status)
-    status = tl.where(num < 0, OK, status)
-    live = (num >= 0) & (status == OK)
-    closes = live & ~stopped
-    emitted = tl.where(rows < num_accepted, token, tl.where(closes & (rows == last), winner, -1))
-    out = tokens + session * (BUCKET + 1) + rows
-    tl.store(out, tl.where(live, emitted, -1), rows <= BUCKET)
-    tl.store(counts + session * 3, tl.where(live, num_accepted, 0))
-    tl.store(counts + session * 3 + 1, tl.where(live, num_accepted + closes.to(tl.int32), 0))
-    tl.store(counts + session * 3 + 2, status)
-    pair = log_probs + (session * BUCKET + rows) * 2
-    shown = rows < BUCKET
-    tl.store(pair, tl.where(judged & proposed & live, target_log2 * LN_2, 0.0), shown)
-    tl.store(pair + 1, tl.where(judged & proposed & live, draft_log2 * LN_2, 0.0), shown)
-
-    here = rows == last
-    tl.store(choice + session, tl.where(closes & (rule == RESIDUAL), last, -1))
-    scales = choice_scales + session * 4
-    tl.store(scales, tl.sum(tl.where(here, point, 0.0), 0))
-    inverse = tl.where(here, MASS_UNIT / tl.maximum(target_mass, 1.0), 0.0)
-    tl.store(scales + 1, tl.sum(inverse, 0).to(tl.float32))
-    origin = tl.where(here & (draft_top > float("-inf")), draft_top, 0.0)
-    tl.store(scales + 2, tl.sum(origin, 0))
-    inverse = tl.where(here, MASS_UNIT / tl.maximum(draft_mass, 1).to(tl.float64), 0.0)
-    tl.store(scales + 3, tl.sum(inverse, 0).to(tl.float32))
+                tl.store(leaf_exponents + partial, m)
+                tl.store(leaf_masses + partial, mass)
+                tl.store(leaf_weights + partial, weight)
 
 
 @triton.jit
@@ -344,58 +195,174 @@ def _sparse_tile(ids, weights, stride_n, stride_w, num_ids, places_of, first_id,
 
 
 @triton.jit
-def _close_kernel(  # noqa: C901 - as above
-    logits, first_rows, num_candidates, seeds, base_lens, temperatures, thresholds,
-    draft, draft_ids, draft_temperatures, draft_thresholds, choice, choice_scales, best_rates,
-    arrivals, tokens,
+def _close_kernel(  # noqa: C901 - every program judges before it draws
+    logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
+    thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
+    draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, leaf_weights,
+    arrivals, best_rates, tokens, counts, log_probs,
     stride_row, stride_id, stride_db, stride_dk, stride_di, stride_ib, stride_ik, stride_ii,
-    vocab_size, num_tiles, num_sparse,
-    BUCKET: tl.constexpr, KIND: tl.constexpr, SPARSE_PAD: tl.constexpr, ROWS: tl.constexpr,
-    RUN: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
+    vocab_size, num_leaves, num_stops, num_sparse, num_slots, num_tiles, num_groups,
+    BUCKET: tl.constexpr, BUCKET_PAD: tl.constexpr, LEAVES_PAD: tl.constexpr, KIND: tl.constexpr,
+    STOPS_PAD: tl.constexpr, SPARSE_PAD: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tile groups, sessions): the closing draw of sessions whose choice names a row."""
-    session = tl.program_id(1)
-    index = tl.load(choice + session)
-    if index < 0:
-        return
+    """Grid (sessions x groups of tiles). See the module text."""
+    session, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     num = tl.load(num_candidates + session)
+    rule = tl.load(rules + session)
+    if (group > 0) & (rule != RESIDUAL):
+        return
     seed, base_len = tl.load(seeds + session), tl.load(base_lens + session)
     first_row = session * (BUCKET + 1)
     if first_rows is not None:
         first_row = tl.load(first_rows + session)
-    scale = scale_of(tl.load(temperatures + session), RESIDUAL)
+    scale = scale_of(tl.load(temperatures + session), rule)
+    draft_scale = scale
+
+    # What was kept: one lane a row.
+    rows = tl.arange(0, BUCKET_PAD)
+    leaves = tl.arange(0, LEAVES_PAD)
+    proposed = rows < num
+    token = tl.load(candidates + session * BUCKET + rows, proposed, other=-1).to(tl.int32)
+    valid = (token >= 0) & (token < vocab_size)
+    at = (first_row + rows).to(tl.int64) * stride_row + token.to(tl.int64) * stride_id
+    score = tl.load(logits + at, proposed & valid, other=float("-inf")).to(tl.float32)
+    if thresholds is not None:
+        bar = tl.load(thresholds + session * (BUCKET + 1) + rows, rows <= BUCKET, other=0.0)
+        score = tl.where(score < bar, float("-inf"), score)
+    places = (session * num_slots + rows)[:, None] * num_leaves + leaves[None, :]
+    seen = (rows <= num)[:, None] & (leaves < num_leaves)[None, :]
+    exponents = tl.load(leaf_exponents + places, seen, other=float("-inf"))
+    masses = tl.load(leaf_masses + places, seen, other=0)
+    top, mass, row_bad = merge_masses(exponents, masses, 1)
+    point = tl.where(top == float("-inf"), 0.0, top)
+    draft_bad = proposed & ~valid
+    target_mass = mass.to(tl.float64)
+    weight = weigh(score, scale, point)
+    target_log2 = tl.fma(score, scale, -point) - log2_mass(mass)
+    draft_log2 = tl.zeros_like(target_log2)
+    draft_top = tl.zeros_like(top)
+    draft_mass = tl.zeros_like(mass)
+    winner = tl.zeros_like(token) - 1
+    kept = rows < 0
+    if rule == RESIDUAL:
+        if KIND == NO_DRAFT:
+            draft_bad |= proposed
+        else:
+            draft_places = places + (BUCKET + 1) * num_leaves
+            if draft_masses is not None:
+                given = session * BUCKET + rows
+                draft_top = tl.load(draft_exponents + given, proposed, other=float("-inf"))
+                draft_mass = tl.load(draft_masses + given, proposed, other=0)
+                bad = draft_mass <= 0
+            else:
+                draft_seen = proposed[:, None] & (leaves < num_leaves)[None, :]
+                if KIND == SPARSE:
+                    draft_seen = draft_seen & (leaves < 1)[None, :]
+                draft_top, draft_mass, bad = merge_masses(
+                    tl.load(leaf_exponents + draft_places, draft_seen, other=float("-inf")),
+                    tl.load(leaf_masses + draft_places, draft_seen, other=0),
+                    1,
+                )
+            if KIND == SPARSE:
+                own = (session * num_slots + BUCKET + 1 + rows) * num_leaves
+                draft_weight = tl.load(leaf_weights + own, proposed, other=0.0)
+            else:
+                own = session.to(tl.int64) * stride_db + rows.to(tl.int64) * stride_dk
+                own = draft + own + token.to(tl.int64) * stride_di
+                if KIND == LOGITS:
+                    draft_score = tl.load(own, proposed & valid, other=float("-inf"))
+                    draft_score = draft_score.to(tl.float32)
+                    if draft_thresholds is not None:
+                        bar = tl.load(
+                            draft_thresholds + session * BUCKET + rows, proposed, other=0.0
+                        )
+                        draft_score = tl.where(draft_score < bar, float("-inf"), draft_score)
+                    draft_scale = scale_of(tl.load(draft_temperatures + session), rule)
+                    origin = tl.where(draft_top == float("-inf"), 0.0, draft_top)
+                    draft_weight = weigh(draft_score, draft_scale, origin)
+                else:
+                    draft_weight = tl.load(own, proposed & valid, other=0.0).to(tl.float32)
+                    draft_weight *= power_of_two(-tl.maximum(draft_top, -127.0))
+            draft_bad |= proposed & (bad | ~(draft_weight > 0))
+            u = uniform_at(
+                seed, tl.zeros([BUCKET_PAD], tl.int32), base_len + rows, base_len, ACCEPT_STREAM
+            )
+            held = draft_weight.to(tl.float64) * target_mass
+            offered = weight.to(tl.float64) * draft_mass.to(tl.float64)
+            kept = proposed & (u.to(tl.float64) * held < offered)
+            drawn = tl.where(draft_weight > 0, draft_weight, 1.0)
+            draft_log2 = tl.log2(drawn) - log2_mass(draft_mass)
+    else:
+        packed = tl.load(leaf_best + places, seen, other=0)
+        winner = merge_winners(packed, exponents, top, seen, rule)
+        kept = proposed & (winner == token)
+
+    # First row that was not kept; an accepted stop token before it ends the round without a draw.
+    first_open = tl.min(tl.where(kept, NO_ID, rows), 0)
+    stops = tl.arange(0, STOPS_PAD)
+    stop = tl.load(stop_ids + session * num_stops + stops, stops < num_stops, other=-1)
+    ends = tl.max((token[:, None] == stop[None, :]).to(tl.int32), 1)
+    first_stop = tl.min(tl.where(proposed & (ends == 1), rows, NO_ID), 0)
+    stopped = first_stop < first_open
+    last = tl.minimum(first_stop, first_open)
+    num_accepted = tl.where(stopped, last + 1, last)
+    judged = rows <= last
+    faulty_row = tl.max((judged & row_bad).to(tl.int32), 0) == 1
+    faulty_draft = tl.max((judged & draft_bad).to(tl.int32), 0) == 1
+    status = tl.where(faulty_draft, DRAFT_FAULT, OK)
+    status = tl.where(faulty_row, ROW_FAULT, status)
+    status = tl.where(num < 0, OK, status)
+    live = (num >= 0) & (status == OK)
+    closes = live & ~stopped
+    out = tokens + session * (BUCKET + 1)
+    if group == 0:
+        written = tl.where(rows < num_accepted, token, tl.where(rows == last, winner, -1))
+        written = tl.where(stopped & (rows >= num_accepted), -1, written)
+        mine = (rows <= BUCKET) & ~((rows == last) & closes & (rule == RESIDUAL))
+        tl.store(out + rows, tl.where(live, written, -1), mine)
+        tl.store(counts + session * 3, tl.where(live, num_accepted, 0))
+        tl.store(counts + session * 3 + 1, tl.where(live, num_accepted + closes.to(tl.int32), 0))
+        tl.store(counts + session * 3 + 2, status)
+        pair = log_probs + (session * BUCKET + rows) * 2
+        shown = judged & proposed & live
+        tl.store(pair, tl.where(shown, target_log2 * LN_2, 0.0), rows < BUCKET)
+        tl.store(pair + 1, tl.where(shown, draft_log2 * LN_2, 0.0), rows < BUCKET)
+    if ~closes | (rule != RESIDUAL):
+        return
+
+    # The closing draw, from the residual or the bonus row.
+    here = rows == last
+    origin = tl.sum(tl.where(here, point, 0.0), 0)
+    draft_origin = tl.sum(tl.where(here & (draft_top > float("-inf")), draft_top, 0.0), 0)
+    ratio = tl.where(here & proposed, target_mass / tl.maximum(draft_mass, 1).to(tl.float64), 0.0)
+    ratio = tl.sum(ratio, 0).to(tl.float32)  # P/Q: exactly 1 for equal rows, which leave nothing
+    rejected = last < num
+    stream = tl.where(rejected, RESIDUAL_STREAM, BONUS_STREAM)
+    position = base_len + last
     threshold = float("-inf")
     if thresholds is not None:
-        threshold = tl.load(thresholds + session * (BUCKET + 1) + index)
-    point = tl.load(choice_scales + session * 4)
-    inverse_mass = tl.load(choice_scales + session * 4 + 1)
-    draft_point = tl.load(choice_scales + session * 4 + 2)
-    draft_inverse = tl.load(choice_scales + session * 4 + 3)
-    row = logits + (first_row + index).to(tl.int64) * stride_row
+        threshold = tl.load(thresholds + session * (BUCKET + 1) + last)
+    row = logits + (first_row + last).to(tl.int64) * stride_row
     draft_row = draft
     draft_row_ids = draft_ids
     draft_bar = float("-inf")
-    draft_scale = scale
     if KIND != NO_DRAFT:
-        draft_row += session.to(tl.int64) * stride_db + index.to(tl.int64) * stride_dk
+        draft_row += session.to(tl.int64) * stride_db + last.to(tl.int64) * stride_dk
         if KIND == SPARSE:
-            draft_row_ids += session.to(tl.int64) * stride_ib + index.to(tl.int64) * stride_ik
+            draft_row_ids += session.to(tl.int64) * stride_ib + last.to(tl.int64) * stride_ik
         if KIND == LOGITS:
-            draft_scale = scale_of(tl.load(draft_temperatures + session), RESIDUAL)
             if draft_thresholds is not None:  # noqa: SIM102 - known when compiled
-                if index < num:
-                    draft_bar = tl.load(draft_thresholds + session * BUCKET + index)
+                if rejected:
+                    draft_bar = tl.load(draft_thresholds + session * BUCKET + last)
         else:
-            draft_inverse *= power_of_two(-draft_point)
-    rejected = index < num
-    stream = tl.where(rejected, RESIDUAL_STREAM, BONUS_STREAM)
-    position = base_len + index
-    best = tl.zeros_like(seed)
-    first_tile = tl.program_id(0) * TILES_PER_PROGRAM
+            ratio *= power_of_two(-draft_origin)
+    best = tl.load(best_rates + session)  # what others found so far: only a bar, the maximum stays
+    first_tile = group * TILES_PER_PROGRAM
     for tile in range(first_tile, tl.minimum(first_tile + TILES_PER_PROGRAM, num_tiles)):
         ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
         scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
-        weights = weigh(scores, scale, point)
+        weights = weigh(scores, scale, origin)
         if KIND != NO_DRAFT:  # noqa: SIM102 - known when compiled
             if rejected:
                 if KIND == SPARSE:
@@ -412,22 +379,20 @@ def _close_kernel(  # noqa: C901 - as above
                         draft_row, ids, stride_di, vocab_size, draft_bar,
                         draft_thresholds is not None,
                     )  # fmt: skip
-                    held = weigh(held, draft_scale, draft_point)
-                # Two rounded products: equal rows leave exactly nothing, on every device.
-                surplus = weights * inverse_mass
-                weights = tl.maximum(surplus - held * draft_inverse, 0.0)
-        u = uniform_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
-        best = race(weights, u, ids, best, seed, position, base_len, stream)
-    tl.atomic_max(best_rates + session, best, sem="acq_rel")
-    if tl.atomic_add(arrivals + session, 1, sem="acq_rel") != tl.num_programs(0) - 1:
+                    held = weigh(held, draft_scale, draft_origin)
+                weights = tl.fma(held, -ratio, weights)
+        words = words_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
+        best = race(weights, words, ids, best, seed, position, base_len, stream)
+    tl.atomic_max(best_rates + session, best, sem="relaxed")
+    if tl.atomic_add(arrivals + session, 1, sem="acq_rel") != num_groups - 1:
         return
     tl.store(arrivals + session, 0)
-    best = tl.atomic_xchg(best_rates + session, tl.zeros_like(best), sem="acq_rel")
+    best = tl.atomic_xchg(best_rates + session, tl.zeros_like(best), sem="relaxed")
     if best == 0:  # rounding left no residual anywhere: draw from p, with the same noise
         for tile in range(0, num_tiles):
             ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
             scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
-            weights = weigh(scores, scale, point)
-            u = uniform_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
-            best = race(weights, u, ids, best, seed, position, base_len, stream)
-    tl.store(tokens + session * (BUCKET + 1) + index, unpack_id(best))
+            weights = weigh(scores, scale, origin)
+            words = words_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
+            best = race(weights, words, ids, best, seed, position, base_len, stream)
+    tl.store(out + last, unpack_id(best))

@@ -17,20 +17,11 @@ from kernels.accept import (
     GREEDY,
     OK,
     ROW_FAULT,
-    argmax,
     log2_mass,
     merge_winners,
     scale_of,
 )
-from kernels.row_state import (
-    LN_2,
-    exact_mass,
-    exponent_of,
-    load_scores,
-    merge_masses,
-    race_leaf,
-    weigh,
-)
+from kernels.row_state import LN_2, merge_masses, score_leaf
 from kernels.streams import Purpose
 
 PROPOSE_STREAM = tl.constexpr(int(Purpose.PROPOSE))
@@ -42,11 +33,10 @@ def _draw_kernel(
     leaf_exponents, leaf_masses, leaf_best, arrivals,
     tokens, log_probs, exponents_out, masses_out, status_out,
     stride_row, stride_id, vocab_size, num_leaves,
-    LEAVES_PAD: tl.constexpr, LEAF: tl.constexpr, LEAVES_PER_PROGRAM: tl.constexpr,
-    RUN: tl.constexpr,
+    LEAVES_PAD: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (leaf groups, rows)."""
-    index = tl.program_id(1)
+    """Grid (rows x leaves)."""
+    index, leaf = tl.program_id(0) // num_leaves, tl.program_id(0) % num_leaves
     rule = tl.load(rules + index)
     seed, position = tl.load(seeds + index), tl.load(positions + index)
     round_key = tl.where(rule == COUPLED, 0, tl.load(base_lens + index))
@@ -57,26 +47,15 @@ def _draw_kernel(
         threshold = tl.load(thresholds + index)
     row = logits + index.to(tl.int64) * stride_row
     partial = index * num_leaves
-    first_leaf = tl.program_id(0) * LEAVES_PER_PROGRAM
-    for leaf in range(first_leaf, tl.minimum(first_leaf + LEAVES_PER_PROGRAM, num_leaves)):
-        ids = leaf * LEAF + tl.arange(0, LEAF)
-        scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
-        m, point = exponent_of(scores, scale)
-        weights = weigh(scores, scale, point)
-        mass = exact_mass(weights, LEAF)
-        best = tl.zeros_like(mass)
-        if rule == GREEDY:
-            best = argmax(scores, ids)
-        else:
-            best = race_leaf(
-                row, leaf, stride_id, vocab_size, threshold, scale, point, seed, position,
-                round_key, stream, thresholds is not None, LEAF, RUN,
-            )  # fmt: skip
-        tl.store(leaf_exponents + partial + leaf, m)
-        tl.store(leaf_masses + partial + leaf, mass)
-        tl.store(leaf_best + partial + leaf, best)
+    m, mass, best = score_leaf(
+        row, leaf, stride_id, vocab_size, threshold, scale, rule == GREEDY, rule != GREEDY,
+        seed, position, round_key, stream, thresholds is not None, True, TILE, RUN,
+    )  # fmt: skip
+    tl.store(leaf_exponents + partial + leaf, m)
+    tl.store(leaf_masses + partial + leaf, mass)
+    tl.store(leaf_best + partial + leaf, best)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + index, 1, sem="acq_rel") != tl.num_programs(0) - 1:
+    if tl.atomic_add(arrivals + index, 1, sem="acq_rel") != num_leaves - 1:
         return
     tl.store(arrivals + index, 0)
     leaves = tl.arange(0, LEAVES_PAD)[None, :]

@@ -3,7 +3,7 @@
     y = act(x W^T + b) + r,     or     y = silu(x Wg^T + bg) * (x Wu^T + bu) + r
 
 Numeric contract (`invariant=True`): products are summed in tiles of `BLOCK_K` ascending inside
-chunks of `CHUNK_K`, each chunk from zero in float32, and chunks are added ascending. Tile shape,
+chunks of `CHUNK_K` (float32: `CHUNK_K_FLOAT32`), each chunk from zero in float32, and chunks are added ascending. Tile shape,
 number of rows and whether chunks are split among programs appear nowhere in it, so a row's bits do
 not depend on who shares the call. A split writes every chunk's partial and adds them in a second
 launch; nothing is added atomically. One family of matrix instructions serves all tiles of an
@@ -26,6 +26,7 @@ from kernels.configs.layers import LinearTiles, linear_tiles
 
 BLOCK_K = 64
 CHUNK_K = 1024
+CHUNK_K_FLOAT32 = 128  # no tensor cores: shorter runs of additions keep float32's digits
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu", "swiglu")
 
 
@@ -194,7 +195,8 @@ def _launch_linear(
     if not invariant:
         return _finish(F.linear(x, weight)[None], bias, residual, out, activation)
     tiles = linear_tiles(num_rows, swiglu, x.dtype, x.device)
-    num_chunks = triton.cdiv(depth, CHUNK_K)
+    chunk = CHUNK_K_FLOAT32 if x.dtype is torch.float32 else CHUNK_K
+    num_chunks = triton.cdiv(depth, chunk)
     split = tiles.split and num_chunks > 1
     partials = None
     if split:
@@ -216,7 +218,7 @@ def _launch_linear(
         *x.stride(), *weight.stride(), 0 if residual is None else residual.stride(0), width,
         num_rows, width, depth,
         ACTIVATION=activation, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK_K,
-        CHUNK_K=CHUNK_K, SPLIT=split, EVEN=depth % BLOCK_K == 0, DESCRIPTORS=describe,
+        CHUNK_K=chunk, SPLIT=split, EVEN=depth % BLOCK_K == 0, DESCRIPTORS=describe,
         ORDERED=tiles.ordered, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out if partials is None else _finish(partials, bias, residual, out, activation)

@@ -54,17 +54,15 @@ def uniform(words):
 
 
 @triton.jit
-def uniform_tile(
-    seed, first_id, position, round_key, purpose, ROWS: tl.constexpr, RUN: tl.constexpr
-):
-    """Uniforms of ROWS x RUN consecutive token ids from first_id, a multiple of 4, [ROWS, RUN].
+def words_tile(seed, first_id, position, round_key, purpose, ROWS: tl.constexpr, RUN: tl.constexpr):
+    """Words of ROWS x RUN consecutive token ids from first_id, a multiple of 4, [ROWS, RUN].
 
     One call serves four ids. RUN of four ids a thread keeps each thread's words its own.
     """
     calls = tl.arange(0, ROWS)[:, None] * (RUN // 4) + tl.arange(0, RUN // 4)[None, :]
     w0, w1, w2, w3 = philox(seed, calls + (first_id >> 2), position, round_key, purpose)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # last index: low bit, then high bit
-    return uniform(tl.reshape(words, [ROWS, RUN]))
+    return tl.reshape(words, [ROWS, RUN])
 
 
 @triton.jit
@@ -110,7 +108,7 @@ def _streams_kernel(words, uniforms, times, key, first_id, num_ids, SIZE: tl.con
     low = tl.where((ids & 1) == 0, w0, w1)
     high = tl.where((ids & 1) == 0, w2, w3)
     tl.store(words + places, tl.where((ids & 2) == 0, low, high).to(tl.int64), inside)
-    u = uniform_tile(seed, first_id + start, position, round_key, purpose, 1, SIZE)
+    u = uniform(words_tile(seed, first_id + start, position, round_key, purpose, 1, SIZE))
     tl.store(uniforms + places, u, inside)
     tl.store(times + places, exponential(u), inside)
 

@@ -2,11 +2,12 @@
 
     w(x) = 2^(s(x) log2(e) / T - m),  m = ceil(max s log2(e) / T),  mass = sum of round(2^40 w)
 
-Owns the numeric contract of every sampling kernel. A row is cut in leaves of `LEAF` ids, always the
-same, and a program may take any number of them. Within a leaf, eight neighbouring weights are added
-in one fixed tree in float32; those sums become integers, and integers add exactly. So a row's mass,
-hence every decision made from it, has the same bits whatever the launch, the batch, or the device's
-way of reducing. m is an integer, so leaves are brought to one scale by exact powers of two.
+Owns the numeric contract of every sampling kernel. A row is cut in leaves of `LEAF` ids and a leaf
+in tiles of `TILE`, always the same; a program takes whole leaves. Within a tile, eight neighbouring
+weights are added in one fixed tree in float32; those sums become integers, and integers add exactly.
+Tiles are merged ascending and leaves all at once, by exact powers of two, as m is an integer. So a
+row's mass, hence every decision made from it, has the same bits whatever the launch, the batch, or
+the device's way of reducing.
 
 A race keeps the largest w / E. As -log1p(-u) >= u, no id can beat w / u: only the few ids whose
 bound exceeds the best rate so far have their logarithm taken. Must not know batches, rules or
@@ -19,8 +20,18 @@ import triton
 import triton.language as tl
 
 from kernels.configs import INTERPRETED
-from kernels.philox import exponential, uniform_at, uniform_tile
+from kernels.philox import (
+    UNIFORM_SCALE,
+    UNIFORM_SHIFT,
+    exponential,
+    uniform,
+    uniform_at,
+    words_tile,
+)
 
+# The interpreter pays by the operation, not by the lane: larger tiles there, the same leaf.
+TILE = tl.constexpr(4096 if INTERPRETED else 1024)
+LEAF_TILES = tl.constexpr(2 if INTERPRETED else 8)
 LEAF = 8192
 RACE_ROWS = tl.constexpr(2)  # runs of ids raced at a time: registers, not results, depend on it
 INTERPRETING = tl.constexpr(INTERPRETED)
@@ -31,6 +42,7 @@ MASS_UNIT = tl.constexpr(2.0**40)
 BAD = tl.constexpr(-(2**55))  # what a NaN or inf adds: outweighs every sound weight of a leaf
 
 NO_ID = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-0x8000000000000000)
 # Rates are float32 quotients: a bound may round below the rate it bounds by a few units.
 BOUND_SLACK = tl.constexpr(1.0 + 2.0**-20)
 
@@ -56,13 +68,24 @@ def reciprocal(x):
 
 
 @triton.jit
-def load_scores(row, ids, stride, vocab_size, threshold, FILTERED: tl.constexpr):
-    """float32 scores of ids; -inf past the vocabulary and below the threshold. NaN stays NaN."""
-    scores = tl.load(row + ids.to(tl.int64) * stride, ids < vocab_size, other=float("-inf"))
+def read_scores(row, ids, stride, vocab_size):
+    """Scores of ids in their own type; -inf past the vocabulary."""
+    return tl.load(row + ids.to(tl.int64) * stride, ids < vocab_size, other=float("-inf"))
+
+
+@triton.jit
+def filtered(scores, threshold, FILTERED: tl.constexpr):
+    """float32 scores, -inf below the threshold. NaN stays NaN."""
     scores = scores.to(tl.float32)
     if FILTERED:
         scores = tl.where(scores < threshold, float("-inf"), scores)
     return scores
+
+
+@triton.jit
+def load_scores(row, ids, stride, vocab_size, threshold, FILTERED: tl.constexpr):
+    """`filtered` of `read_scores`."""
+    return filtered(read_scores(row, ids, stride, vocab_size), threshold, FILTERED)
 
 
 @triton.jit
@@ -109,6 +132,16 @@ def exact_mass(weights, SIZE: tl.constexpr):
 
 
 @triton.jit
+def append_tile(top, total, bad, m, mass):
+    """(exponent, mass, whether a bad tile was seen) of a leaf with its next tile merged in."""
+    larger = tl.maximum(top, m)
+    point = tl.where(larger == float("-inf"), 0.0, larger)
+    kept = total >> tl.minimum(point - top, 62.0).to(tl.int64)
+    added = mass >> tl.minimum(point - m, 62.0).to(tl.int64)
+    return larger, kept + added, bad | (mass < 0)
+
+
+@triton.jit
 def merge_masses(exponents, masses, AXIS: tl.constexpr):
     """Merge leaves along AXIS: (largest exponent, mass on its scale, whether a leaf was bad).
 
@@ -140,36 +173,93 @@ def unpack_id(packed):
 
 
 @triton.jit
-def race(weights, uniforms, ids, best, seed, position, round_key, stream):
+def race(weights, words, ids, best, seed, position, round_key, stream):
     """The better of `best` (a packed rate) and the winner of the race among ids.
 
-    weights may hold zeros, which never win; the lowest id wins a tie.
+    weights: any sign, those <= 0 never win; words: the ids' random words. The lowest id wins a tie.
     """
-    bounds = weights * reciprocal(uniforms)
-    top = tl.max(bounds)
-    while top * BOUND_SLACK > unpack_rate(best):
-        token = tl.min(tl.where(bounds == top, ids, NO_ID))
-        u = uniform_at(seed, token, position, round_key, stream)
-        best = tl.maximum(best, pack_rate(top * tl.div_rn(u, exponential(u)), token))
-        bounds = tl.where(ids == token, 0.0, bounds)
+    # w / u > best, without dividing: u is a multiply-add of the word (its cap cannot matter here).
+    bar = unpack_rate(best) * (1.0 / BOUND_SLACK)
+    over = weights > tl.fma(words.to(tl.float32), bar * UNIFORM_SCALE, bar * UNIFORM_SHIFT)
+    if tl.max(over.to(tl.int32)) == 1:
+        bounds = tl.where(over, weights * reciprocal(uniform(words)), 0.0)
         top = tl.max(bounds)
+        while top * BOUND_SLACK > unpack_rate(best):
+            token = tl.min(tl.where(bounds == top, ids, NO_ID))
+            u = uniform_at(seed, token, position, round_key, stream)
+            best = tl.maximum(best, pack_rate(top * tl.div_rn(u, exponential(u)), token))
+            bounds = tl.where(ids == token, 0.0, bounds)
+            top = tl.max(bounds)
     return best
 
 
 @triton.jit
-def race_leaf(
-    row, leaf, stride, vocab_size, threshold, scale, point, seed, position, round_key, stream,
-    FILTERED: tl.constexpr, LEAF: tl.constexpr, RUN: tl.constexpr,
+def race_tile(
+    row, first, stride, vocab_size, threshold, scale, point, best, seed, position, round_key,
+    stream, FILTERED: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Winner of one leaf, packed, with rates on the leaf's own scale 2^point. Reads it again."""
-    best = tl.zeros_like(seed)
-    for tile in range(0, LEAF // (RACE_ROWS * RUN)):
-        first = leaf * LEAF + tile * (RACE_ROWS * RUN)
-        ids = tile_ids(first, RACE_ROWS, RUN)
+    """Race the ids of one tile, with rates on the scale 2^point. Reads it again."""
+    for part in range(0, TILE // (RACE_ROWS * RUN)):
+        start = first + part * (RACE_ROWS * RUN)
+        ids = tile_ids(start, RACE_ROWS, RUN)
         scores = load_scores(row, ids, stride, vocab_size, threshold, FILTERED)
-        u = uniform_tile(seed, first, position, round_key, stream, RACE_ROWS, RUN)
-        best = race(weigh(scores, scale, point), u, ids, best, seed, position, round_key, stream)
+        words = words_tile(seed, start, position, round_key, stream, RACE_ROWS, RUN)
+        weights = weigh(scores, scale, point)
+        best = race(weights, words, ids, best, seed, position, round_key, stream)
     return best
+
+
+@triton.jit
+def tiles_of(leaf, vocab_size, TILE: tl.constexpr):
+    """Tiles of a leaf that hold ids of the vocabulary."""
+    return tl.minimum(LEAF_TILES, tl.cdiv(vocab_size - leaf * (LEAF_TILES * TILE), TILE))
+
+
+@triton.jit
+def score_leaf(
+    row, leaf, stride, vocab_size, threshold, scale, argmaxes, races, seed, position, round_key,
+    stream, FILTERED: tl.constexpr, RACES: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """One leaf of a row of scores: (m, mass or -1, packed winner or 0).
+
+    The winner is of the race, with rates on the scale 2^m, or the argmax, as the flags say. The
+    next tile is read before this one is used.
+    """
+    lanes = tl.arange(0, TILE)
+    first = leaf * (LEAF_TILES * TILE)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros_like(seed)
+    bad = total < 0
+    best = tl.zeros_like(seed)
+    if RACES:
+        best = tl.where(argmaxes, LOWEST, best)
+    following = read_scores(row, first + lanes, stride, vocab_size)
+    for _ in range(0, tiles_of(leaf, vocab_size, TILE)):
+        scores = filtered(following, threshold, FILTERED)
+        following = read_scores(row, first + TILE + lanes, stride, vocab_size)
+        m, point = exponent_of(scores, scale)
+        mass = exact_mass(weigh(scores, scale, point), TILE)
+        larger, total, bad = append_tile(top, total, bad, m, mass)
+        if RACES:
+            if argmaxes:
+                best = tl.maximum(best, argmax(scores, first + lanes))
+            elif races:
+                best = rescaled(best, top - tl.where(larger == float("-inf"), 0.0, larger))
+                best = race_tile(
+                    row, first, stride, vocab_size, threshold, scale,
+                    tl.where(larger == float("-inf"), 0.0, larger), best, seed, position,
+                    round_key, stream, FILTERED, TILE, RUN,
+                )  # fmt: skip
+        top = larger
+        first += TILE
+    return top, tl.where(bad, -1, total), best
+
+
+@triton.jit
+def rescaled(packed, gap):
+    """A packed rate brought to a scale 2^-gap times larger: exact, or 0 where it cannot win."""
+    rate = unpack_rate(packed) * power_of_two(tl.maximum(gap, -127.0))
+    return tl.where(rate > 0, pack_rate(rate, unpack_id(packed)), 0)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import triton
 from torch import Tensor
 
 from kernels.accept import _close_kernel, _judge_kernel
-from kernels.configs.sampling import close_launch, judge_launch
+from kernels.configs.sampling import Launch, close_launch, judge_launch
 from kernels.draw import _draw_kernel
-from kernels.row_state import LEAF
+from kernels.row_state import LEAF, RACE_ROWS, TILE
 
 
 class Rule(IntEnum):
@@ -174,49 +174,57 @@ def _launch_accept(
     draft_exponents: Tensor | None, draft_masses: Tensor | None, vocab_size: int, scratch: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, bucket = candidates.shape
-    device = logits.device
-    tokens, counts, log_probs = _accept_outputs(candidates)
+    outputs = _accept_outputs(candidates)
     num_leaves = triton.cdiv(vocab_size, LEAF)
-    streams_draft = kind in (DraftKind.LOGITS, DraftKind.WEIGHTS) and draft_masses is None
-    num_slots = bucket + 1 + (bucket if streams_draft else 0)
-    leaves = batch * num_slots * num_leaves
-    leaf_exponents = torch.empty(leaves, dtype=torch.float32, device=device)
-    leaf_masses, leaf_best = (
-        torch.empty(leaves, dtype=torch.int64, device=device) for _ in range(2)
-    )
-    choice = torch.empty(batch, dtype=torch.int32, device=device)
-    choice_scales = torch.empty(batch, 4, dtype=torch.float32, device=device)
-    arrivals, best_rates = scratch.view(-1)[:batch], scratch.view(-1)[scratch.shape[0] :]
     sparse = kind == DraftKind.SPARSE
-    num_sparse = draft.shape[-1] if sparse else 0
+    num_slots = bucket + 1
+    if kind and draft_masses is None:
+        num_slots += bucket
+    partials = _leaf_outputs(batch * num_slots * num_leaves, logits.device)
+    leaf_weights = torch.empty_like(partials[0]) if sparse else None
     ids_strides = draft_ids.stride() if sparse and draft_ids is not None else (0, 0, 0)
     strides = (*logits.stride(), *draft.stride(), *ids_strides)
-    sparse_pad = max(16, triton.next_power_of_2(num_sparse))
-    judge = judge_launch(device)
-    grid = (triton.cdiv(num_leaves, judge.per_program), batch, num_slots)
-    _judge_kernel[grid](
+    num_sparse = draft.shape[-1] if sparse else 0
+    sparse_pad = max(32, triton.next_power_of_2(num_sparse))
+    judge, close = judge_launch(logits.device), close_launch(logits.device)
+    rows = (
         logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
-        thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
-        draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, arrivals,
-        choice, choice_scales, tokens, counts, log_probs, *strides,
-        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots,
-        BUCKET=bucket, ROWS=max(2, triton.next_power_of_2(bucket + 1)),
-        LEAVES_PAD=triton.next_power_of_2(num_leaves), KIND=kind,
-        STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
-        LEAF=LEAF, LEAVES_PER_PROGRAM=judge.per_program, RUN=judge.run, num_warps=judge.num_warps,
-        num_stages=judge.num_stages,
+        thresholds,
     )  # fmt: skip
-    close = close_launch(device)
+    drafts = (draft, draft_ids, draft_temperatures, draft_thresholds)
+    _judge_kernel[(batch * num_leaves, num_slots)](
+        *rows, *drafts, *partials, leaf_weights, *strides,
+        vocab_size, num_leaves, num_sparse, num_slots,
+        BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
+        num_warps=judge.num_warps,
+    )  # fmt: skip
     num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
-    _close_kernel[(triton.cdiv(num_tiles, close.per_program), batch)](
-        logits, first_rows, num_candidates, seeds, base_lens, temperatures, thresholds,
-        draft, draft_ids, draft_temperatures, draft_thresholds, choice, choice_scales, best_rates,
-        arrivals, tokens, *strides, vocab_size, num_tiles, num_sparse,
-        BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, ROWS=close.rows, RUN=close.run,
-        TILES_PER_PROGRAM=close.per_program, num_warps=close.num_warps,
-        num_stages=close.num_stages, enable_fp_fusion=False,
+    num_groups = triton.cdiv(num_tiles, close.per_program)
+    _close_kernel[(batch * num_groups,)](
+        *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
+        scratch.view(-1)[:batch], scratch.view(-1)[scratch.shape[0] :], *outputs, *strides,
+        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_tiles, num_groups,
+        BUCKET=bucket, BUCKET_PAD=max(2, triton.next_power_of_2(bucket + 1)),
+        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
+        STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
+        ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=close.per_program,
+        num_warps=close.num_warps,
     )  # fmt: skip
-    return tokens, counts, log_probs
+    return outputs
+
+
+def _race_run(launch: Launch) -> int:
+    """Ids raced side by side in a leaf: `RACE_ROWS` runs must not exceed a tile."""
+    return min(launch.run, int(TILE.value) // int(RACE_ROWS.value))
+
+
+def _leaf_outputs(num_leaves: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponents, masses and packed winners of leaves."""
+    return (
+        torch.empty(num_leaves, dtype=torch.float32, device=device),
+        torch.empty(num_leaves, dtype=torch.int64, device=device),
+        torch.empty(num_leaves, dtype=torch.int64, device=device),
+    )
 
 
 def _accept_outputs(candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,20 +280,13 @@ def _launch_draw(
     outputs = _draw_outputs(logits)
     num_rows = logits.shape[0]
     num_leaves = triton.cdiv(vocab_size, LEAF)
-    leaves = num_rows * num_leaves
-    leaf_exponents = torch.empty(leaves, dtype=torch.float32, device=logits.device)
-    leaf_masses, leaf_best = (
-        torch.empty(leaves, dtype=torch.int64, device=logits.device) for _ in range(2)
-    )
     judge = judge_launch(logits.device)
-    grid = (triton.cdiv(num_leaves, judge.per_program), num_rows)
-    _draw_kernel[grid](
+    _draw_kernel[(num_rows * num_leaves,)](
         logits, seeds, positions, base_lens, rules, temperatures, thresholds,
-        leaf_exponents, leaf_masses, leaf_best, scratch, *outputs,
+        *_leaf_outputs(num_rows * num_leaves, logits.device), scratch, *outputs,
         *logits.stride(), vocab_size, num_leaves,
-        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), LEAF=LEAF,
-        LEAVES_PER_PROGRAM=judge.per_program, RUN=judge.run, num_warps=judge.num_warps,
-        num_stages=judge.num_stages,
+        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), TILE=TILE.value, RUN=_race_run(judge),
+        num_warps=judge.num_warps,
     )  # fmt: skip
     return outputs
 

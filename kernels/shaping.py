@@ -5,8 +5,8 @@ is its scores and one number: the threshold below which `sampling.accept` and `s
 weight 0. One rule for p and q, no sort, no probability tensor (specification: `reference.penalize`
 and `reference.shape`). `specmesh::thresholds` takes two launches:
 
-1. `_groups_kernel` reads each row once: the maximum of every group of `GROUP` ids, and the masses of
-   the leaves (`row_state`).
+1. `_groups_kernel` reads each row once: the maximum of every group of `GROUP` ids, and the mass of
+   every leaf (`row_state`).
 2. `_threshold_kernel`, one program a row, searches. The k-th largest group maximum bounds the k-th
    largest score from below, and ids under (1 - top_p) Z / vocab_size cannot reach the nucleus: few
    groups are left to read. Candidates that do not fit are bracketed by whole passes first. Masses
@@ -27,13 +27,17 @@ from torch import Tensor
 from kernels.configs.sampling import judge_launch, threshold_launch
 from kernels.row_state import (
     LEAF,
+    LEAF_TILES,
     LN_2,
     LOG2_E,
     MASS_UNIT,
+    TILE,
+    append_tile,
     exact_mass,
     exponent_of,
     merge_masses,
     ordered_bits,
+    read_scores,
     weigh,
 )
 
@@ -88,8 +92,8 @@ def _penalize_kernel(
     frequencies, candidates, num_candidates, stride_row, stride_id, vocab_size, num_ids,
     BUCKET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a session, sessions). Row i sees candidates 0..i-1 as output."""
-    index, session = tl.program_id(0), tl.program_id(1)
+    """Grid (sessions x rows of a session). Row i sees candidates 0..i-1 as output."""
+    session, index = tl.program_id(0) // (BUCKET + 1), tl.program_id(0) % (BUCKET + 1)
     if index > tl.load(num_candidates + session):
         return
     first_row = session * (BUCKET + 1)
@@ -138,7 +142,7 @@ def _launch_penalize(
     num_candidates: Tensor, vocab_size: int, first_rows: Tensor | None,
 ) -> None:  # fmt: skip
     batch, bucket = candidates.shape
-    _penalize_kernel[(bucket + 1, batch)](
+    _penalize_kernel[(batch * (bucket + 1),)](
         logits, first_rows, ids, biases, output_counts, in_prompt, repetition, presence, frequency,
         candidates, num_candidates, *logits.stride(), vocab_size, ids.shape[1],
         BUCKET=bucket, BLOCK=512, num_warps=4, enable_fp_fusion=False,
@@ -197,10 +201,11 @@ def _groups_kernel(
     logits, first_rows, num_rows, temperatures, top_ks, top_ps, min_ps,
     group_maxima, leaf_exponents, leaf_masses, stride_row, stride_id,
     vocab_size, num_leaves, rows_per_session,
-    GROUP: tl.constexpr, LEAF: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (leaves, rows of a session, sessions)."""
-    leaf, index, session = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid (sessions x leaves, rows of a session)."""
+    session, leaf = tl.program_id(0) // num_leaves, tl.program_id(0) % num_leaves
+    index = tl.program_id(1)
     if num_rows is not None:
         if index >= tl.load(num_rows + session):
             return
@@ -213,18 +218,26 @@ def _groups_kernel(
     if first_rows is not None:
         first_row = tl.load(first_rows + session)
     row = logits + (first_row + index).to(tl.int64) * stride_row
-    ids = leaf * LEAF + tl.arange(0, LEAF)
-    scores = tl.load(row + ids.to(tl.int64) * stride_id, ids < vocab_size, other=float("-inf"))
-    scores = scores.to(tl.float32)
     scale = tl.div_rn(LOG2_E, temperature)
-    m, point = exponent_of(scores, scale)
     slot = session * rows_per_session + index
-    tl.store(leaf_exponents + slot * num_leaves + leaf, m)
-    tl.store(leaf_masses + slot * num_leaves + leaf, exact_mass(weigh(scores, scale, point), LEAF))
-    maxima = tl.max(tl.reshape(scores, [LEAF // GROUP, GROUP]), 1)
-    groups = leaf * (LEAF // GROUP) + tl.arange(0, LEAF // GROUP)
-    width = num_leaves * (LEAF // GROUP)
-    tl.store(group_maxima + slot.to(tl.int64) * width + groups, maxima)
+    maxima = group_maxima + slot.to(tl.int64) * (num_leaves * LEAF_TILES * (TILE // GROUP))
+    groups = leaf * (LEAF_TILES * (TILE // GROUP)) + tl.arange(0, TILE // GROUP)
+    ids = leaf * (LEAF_TILES * TILE) + tl.arange(0, TILE)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.int64)
+    bad = total < 0
+    following = read_scores(row, ids, stride_id, vocab_size)
+    for _ in range(0, LEAF_TILES):
+        scores = following.to(tl.float32)
+        ids += TILE
+        following = read_scores(row, ids, stride_id, vocab_size)
+        m, point = exponent_of(scores, scale)
+        mass = exact_mass(weigh(scores, scale, point), TILE)
+        top, total, bad = append_tile(top, total, bad, m, mass)
+        tl.store(maxima + groups, tl.max(tl.reshape(scores, [TILE // GROUP, GROUP]), 1))
+        groups += TILE // GROUP
+    tl.store(leaf_exponents + slot * num_leaves + leaf, top)
+    tl.store(leaf_masses + slot * num_leaves + leaf, tl.where(bad, -1, total))
 
 
 @triton.jit
@@ -253,7 +266,7 @@ def _above(
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """(number, mass) of ids whose score exceeds `value`: one pass over the groups that hold any."""
-    number = tl.zeros([], tl.int64)
+    number = tl.zeros([], tl.int32)
     mass = tl.zeros([], tl.int64)
     for start in range(0, num_groups, TILE):
         groups = start + tl.arange(0, TILE)
@@ -262,8 +275,9 @@ def _above(
         if tl.max(chosen.to(tl.int32), 0) == 1:
             scores = _group_scores(row, groups, chosen, stride, vocab_size, GROUP)
             over = scores > value
-            number += tl.sum(over.to(tl.int64))
-            mass += tl.sum(tl.where(over, _units(scores, scale, point), 0))
+            number += tl.sum(over.to(tl.int32))
+            weights = tl.where(over, weigh(scores, scale, point), 0.0)
+            mass += exact_mass(tl.reshape(weights, [TILE * GROUP]), TILE * GROUP)
     return number, mass
 
 
@@ -299,6 +313,66 @@ def _gather(
 
 
 @triton.jit
+def _search(scores, measures, low, high, above, bound):
+    """`_select` among scores held in registers: all of the row's in (low, high], `above` higher."""
+    keys = ordered_bits(scores).to(tl.int64)
+    first = ordered_bits(low).to(tl.int64) + 1
+    last = ordered_bits(high).to(tl.int64)
+    while first < last:
+        middle = (first + last) >> 1
+        over = above + tl.sum(tl.where(keys > middle, measures, 0), 0)
+        if over.to(tl.float64) < bound:
+            last = middle
+        else:
+            first = middle + 1
+    return _score_of(last.to(tl.int32))
+
+
+@triton.jit
+def _bracket(
+    row, maxima, low, high, bound, scale, point, stride, vocab_size, num_groups,
+    BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Narrow (low, high] around the answer of `_select` until CAPACITY scores are left in it.
+
+    Returns (low, high, measure above high, whether they fit); they may not only for ties at high,
+    which is then the answer.
+    """
+    above = tl.zeros([], tl.int64)
+    over_low, _ = _above(
+        row, maxima, low, scale, point, stride, vocab_size, num_groups, GROUP, TILE
+    )
+    over_high = tl.zeros_like(over_low)
+    steps = tl.zeros([], tl.int32)
+    open_ = over_low > CAPACITY
+    while open_:
+        # By value first, as scores are spread; then by bits, so that ties end it soon.
+        floor = tl.where(low == float("-inf"), high - REACH, low)
+        middle = floor + (high - floor) * 0.5
+        if steps >= VALUE_STEPS:
+            bits = ordered_bits(low).to(tl.int64) + ordered_bits(high).to(tl.int64)
+            middle = _score_of((bits >> 1).to(tl.int32))
+        steps += 1
+        open_ = (middle > low) & (middle < high)
+        if open_:
+            number, mass = _above(
+                row, maxima, middle, scale, point, stride, vocab_size, num_groups, GROUP, TILE
+            )
+            measure = number.to(tl.int64)
+            if BY_MASS:
+                measure = mass
+            if measure.to(tl.float64) < bound:
+                high = middle
+                above = measure
+                over_high = number
+            else:
+                low = middle
+                over_low = number
+            open_ = over_low - over_high > CAPACITY
+    return low, high, above, over_low - over_high <= CAPACITY
+
+
+@triton.jit
 def _select(
     row, maxima, listed, found, low, high, bound, scale, point, stride, vocab_size, num_groups,
     BY_MASS: tl.constexpr, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, TILE: tl.constexpr,
@@ -308,58 +382,22 @@ def _select(
 
     high must satisfy it. The kept ids are exactly those with a score of at least t.
     """
-    above = tl.zeros([], tl.int64)  # measure above high
-    number = _gather(
-        row, maxima, listed, found, low, high, stride, vocab_size, num_groups,
-        GROUP, GROUPS_PAD, TILE, CAPACITY,
+    low, high, above, fits = _bracket(
+        row, maxima, low, high, bound, scale, point, stride, vocab_size, num_groups,
+        BY_MASS, GROUP, TILE, CAPACITY,
     )  # fmt: skip
-    steps = tl.zeros([], tl.int32)
-    narrowing = number > CAPACITY
-    while narrowing:
-        # By value first, as scores are spread; then by bits, so that ties end it soon.
-        floor = tl.where(low == float("-inf"), high - REACH, low)
-        middle = floor + (high - floor) * 0.5
-        if steps >= VALUE_STEPS:
-            bits = ordered_bits(low).to(tl.int64) + ordered_bits(high).to(tl.int64)
-            middle = _score_of((bits >> 1).to(tl.int32))
-        steps += 1
-        narrowing = (middle > low) & (middle < high)
-        if narrowing:
-            over, mass = _above(
-                row, maxima, middle, scale, point, stride, vocab_size, num_groups, GROUP, TILE
-            )
-            measure = over
-            if BY_MASS:
-                measure = mass
-            if measure.to(tl.float64) < bound:
-                high = middle
-                above = measure
-            else:
-                low = middle
-            if low > float("-inf"):
-                number = _gather(
-                    row, maxima, listed, found, low, high, stride, vocab_size, num_groups,
-                    GROUP, GROUPS_PAD, TILE, CAPACITY,
-                )  # fmt: skip
-                narrowing = number > CAPACITY
     threshold = high
-    if number <= CAPACITY:
+    if fits:
+        number = _gather(
+            row, maxima, listed, found, low, high, stride, vocab_size, num_groups,
+            GROUP, GROUPS_PAD, TILE, CAPACITY,
+        )  # fmt: skip
         places = tl.arange(0, CAPACITY)
         scores = tl.load(found + places, places < number, other=float("-inf"))
-        keys = ordered_bits(scores).to(tl.int64)
         measures = (places < number).to(tl.int64)
         if BY_MASS:
             measures = _units(scores, scale, point)
-        first = ordered_bits(low).to(tl.int64) + 1
-        last = ordered_bits(high).to(tl.int64)
-        while first < last:
-            middle = (first + last) >> 1
-            over = above + tl.sum(tl.where(keys > middle, measures, 0), 0)
-            if over.to(tl.float64) < bound:
-                last = middle
-            else:
-                first = middle + 1
-        threshold = _score_of(last.to(tl.int32))
+        threshold = _search(scores, measures, low, high, above, bound)
     return threshold
 
 
@@ -395,8 +433,8 @@ def _threshold_kernel(
     GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, LEAVES_PAD: tl.constexpr, TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a session, sessions)."""
-    index, session = tl.program_id(0), tl.program_id(1)
+    """Grid (sessions x rows of a session)."""
+    session, index = tl.program_id(0) // rows_per_session, tl.program_id(0) % rows_per_session
     slot = session * rows_per_session + index
     out = thresholds + slot
     tl.store(out, float("-inf"))
@@ -432,13 +470,31 @@ def _threshold_kernel(
     listed = lists + slot * GROUPS_PAD
     found = candidates + slot * CAPACITY
     kept = tl.full([], float("-inf"), tl.float32)
+    searched = top_p >= 1.0
     if top_k > 0:
         low = _just_below(_kth_maximum(maxima, top_k, num_groups, GROUPS_PAD))
-        kept = _select(
-            row, maxima, listed, found, low, top, top_k.to(tl.float64), scale, point, stride_id,
-            vocab_size, num_groups, False, GROUP, GROUPS_PAD, TILE, CAPACITY,
+        number = _gather(
+            row, maxima, listed, found, low, top, stride_id, vocab_size, num_groups,
+            GROUP, GROUPS_PAD, TILE, CAPACITY,
         )  # fmt: skip
-    if top_p < 1.0:
+        if number <= CAPACITY:  # the usual case: both filters among a few scores at hand
+            places = tl.arange(0, CAPACITY)
+            scores = tl.load(found + places, places < number, other=float("-inf"))
+            one = (places < number).to(tl.int64)
+            none = tl.zeros([], tl.int64)
+            kept = _search(scores, one, low, top, none, top_k.to(tl.float64))
+            if top_p < 1.0:
+                units = tl.where(scores >= kept, _units(scores, scale, point), 0)
+                bound = tl.sum(units, 0).to(tl.float64) * top_p
+                low = _just_below(kept)
+                kept = _search(scores, units, low, top, none, bound)
+            searched = top_p <= 1.0
+        else:
+            kept = _select(
+                row, maxima, listed, found, low, top, top_k.to(tl.float64), scale, point,
+                stride_id, vocab_size, num_groups, False, GROUP, GROUPS_PAD, TILE, CAPACITY,
+            )  # fmt: skip
+    if ~searched:
         low = _just_below(kept)
         if top_k > 0:
             _, total = _above(
@@ -476,11 +532,11 @@ def _launch_thresholds(
     leaf_masses = scratch(slots, num_leaves, dtype=torch.int64)
     shared = (logits, first_rows, num_rows, temperatures, top_ks, top_ps, min_ps)
     judge = judge_launch(logits.device)
-    _groups_kernel[(num_leaves, rows_per_session, batch)](
+    _groups_kernel[(batch * num_leaves, rows_per_session)](
         *shared, maxima, leaf_exponents, leaf_masses, *logits.stride(), vocab_size, num_leaves,
-        rows_per_session, GROUP=GROUP, LEAF=LEAF, num_warps=judge.num_warps,
+        rows_per_session, GROUP=GROUP, TILE=TILE.value, num_warps=judge.num_warps,
     )  # fmt: skip
-    _threshold_kernel[(rows_per_session, batch)](
+    _threshold_kernel[(batch * rows_per_session,)](
         *shared, maxima, leaf_exponents, leaf_masses,
         scratch(slots, groups_pad, dtype=torch.int32), scratch(slots, launch.capacity), out,
         *logits.stride(), vocab_size, num_leaves, num_groups, rows_per_session,

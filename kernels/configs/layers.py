@@ -40,18 +40,19 @@ class LinearTiles:
 _ROPE = {"sm_90": RopeLaunch(16, 4), "cpu": RopeLaunch(4, 4)}
 _ROPE_FALLBACK = RopeLaunch(8, 4)
 
-_NORM_VALUES = {"sm_90": 16, "cpu": 16}  # values a thread
+_NORM_VALUES = {"sm_90": 8, "cpu": 16}  # values a thread
 _NORM_FALLBACK = 16
 
 # (architecture, fused SwiGLU) -> tiles by the largest number of rows they serve, ascending. Every
 # row of sm_90 has block_m >= 64 and four warps or more: one family of matrix instructions.
 _LINEAR: dict[tuple[str, bool], list[tuple[int, LinearTiles]]] = {
     ("sm_90", True): [
+        (32, LinearTiles(64, 64, 4, 4)),
         (64, LinearTiles(64, 64, 4, 4, descriptors=True)),
         (1 << 62, LinearTiles(64, 128, 8, 4, descriptors=True)),
     ],
     ("sm_90", False): [
-        (64, LinearTiles(64, 64, 4, 5, descriptors=True)),
+        (64, LinearTiles(64, 128, 4, 4, split=True, descriptors=True)),
         (1 << 62, LinearTiles(128, 128, 8, 4, descriptors=True)),
     ],
     ("cpu", True): [(1 << 62, LinearTiles(32, 32, 4, 1))],

@@ -15,12 +15,14 @@ from kernels.configs import architecture
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """per_program: leaves or tiles a program takes in turn. rows: runs of ids in a closing tile."""
+    """num_warps, and for the closing draw: rows runs of ids a tile, per_program tiles in turn.
 
-    per_program: int
-    num_warps: int = 4
-    num_stages: int = 2
+    Few warps a program: one needs no barrier, and a reduction is a few shuffles.
+    """
+
+    num_warps: int
     rows: int = 4
+    per_program: int = 1
 
     @property
     def run(self) -> int:
@@ -37,13 +39,12 @@ class Search:
     num_warps: int
 
 
-_JUDGE = {"sm_90": Launch(per_program=1), "cpu": Launch(per_program=2, num_warps=32)}
-_JUDGE_FALLBACK = Launch(per_program=2, num_warps=8)
-_CLOSE = {"sm_90": Launch(per_program=2), "cpu": Launch(per_program=1, num_warps=16, rows=4)}
-_CLOSE_FALLBACK = Launch(per_program=2)
-
-_SEARCH = {"sm_90": Search(16, 2048, 8), "cpu": Search(32, 1024, 8)}
-_SEARCH_FALLBACK = Search(32, 2048, 8)
+_JUDGE = {"sm_90": Launch(1), "cpu": Launch(16)}
+_JUDGE_FALLBACK = Launch(1)
+_CLOSE = {"sm_90": Launch(1, rows=4, per_program=8), "cpu": Launch(16, rows=4)}
+_CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
+_SEARCH = {"sm_90": Search(16, 1024, 4), "cpu": Search(32, 1024, 8)}
+_SEARCH_FALLBACK = Search(16, 1024, 4)
 
 
 def judge_launch(device: torch.device) -> Launch:

@@ -111,14 +111,15 @@ def test_a_rows_bits_ignore_rows_tiles_and_split(
 
 
 def test_the_order_of_sums_is_the_contract(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 1024 start from zero and are added ascending: 2^24 survives beside ones only so.
+    """Chunks start from zero and are added ascending: ones survive beside 2^24 only so.
 
     Chunk 0 sums to 2^24 and chunk 1 to 16: one running float32 sum would lose each single 1.
     """
-    x = torch.ones(1, 2048, device=device)
-    weight = torch.zeros(1, 2048, device=device)
+    chunk = module.CHUNK_K_FLOAT32
+    x = torch.ones(1, 2 * chunk, device=device)
+    weight = torch.zeros(1, 2 * chunk, device=device)
     weight[0, 0] = 2.0**24
-    weight[0, 1024::64] = 1.0
+    weight[0, chunk :: chunk // 16] = 1.0
     tiles = replace(
         linear_tiles(1, False, torch.float32, x.device), ordered=True, block_m=16, block_n=16
     )
