@@ -23,8 +23,8 @@ class Tiles:
     """Block shape and launch shape of one kernel.
 
     block_m rows (queries), block_n keys. descriptors: load K and V tiles by bulk-copy descriptors
-    where the layout allows. ahead: compute scores one tile ahead of their use. specialised: inputs of
-    whole tiles take `attention_specialised`, which has its own. ordered: sum products one by one
+    where the layout allows. ahead: compute scores one tile ahead of their use. specialised: inputs
+    of whole tiles take `attention_specialised`, which has its own. ordered: sum products one by one
     (tests of bit-equality in the interpreter, whose matrix product may depend on a row's place).
     """
 

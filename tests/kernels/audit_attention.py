@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
-from kernels import attention_backward, attention_forward, paged_attention
+from kernels import (
+    attention_backward,
+    attention_forward,
+    attention_specialised,
+    paged_attention,
+)
 from kernels.attention_forward import Inputs
 from kernels.configs import attention as configs
 from kernels.reference_attention import AttentionOptions, PagedBatch
@@ -32,9 +37,14 @@ def dense_launches(head_dim: int) -> Iterator[tuple[str, Launch]]:
     """The forward and both backward kernels of one head_dim, causal, 32 over 8 heads."""
     q, kv = meta(4, 32, 4096, head_dim), meta(4, 8, 4096, head_dim)
     inputs, key = Inputs(q, kv, kv), (ARCHITECTURE, head_dim)
+    tiles = configs.FORWARD[key]
     with recorded(attention_forward, "_forward_kernel") as launches:
-        attention_forward.launch_forward(inputs, CAUSAL, configs.FORWARD[key])
+        attention_forward.launch_forward(inputs, CAUSAL, replace(tiles, specialised=False))
     yield f"forward-{head_dim}", launches[0]
+    if tiles.specialised:
+        with recorded(attention_specialised, "_specialised_kernel") as launches:
+            attention_forward.launch_forward(inputs, CAUSAL, tiles)
+        yield f"specialised-{head_dim}", launches[0]
     lse = meta(4, 32, 4096, dtype=torch.float32)
     names = ("_rows_kernel", "_key_value_kernel", "_query_kernel")
     with recorded(attention_backward, *names) as launches:

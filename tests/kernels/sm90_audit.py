@@ -21,6 +21,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -90,6 +92,9 @@ def _specialise(value: Any, specialised: bool) -> tuple[str, bool]:
     if isinstance(value, TensorDescriptor):
         shape = ", ".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>", False
+    if isinstance(value, GluonDescriptor):
+        kind = f"{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}"
+        return f"tensordesc<{kind}>", False
     if isinstance(value, float):
         return "fp32", False
     return ("i32" if -(2**31) <= value < 2**31 else "i64"), specialised and value % 16 == 0
@@ -115,7 +120,8 @@ def compile_launch(launch: Launch) -> Report:
         signature[parameter.name], divisible = _specialise(value, specialised)
         if divisible:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = source_type(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=SM_90, options=options)
     return _read(compiled.asm["cubin"], compiled.metadata.shared)
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-BARS = ("forward", "key-value", "query", "paged-leaf", "paged-chunk", "paged-prefill")
+BARS = (
+    "forward",
+    "specialised",
+    "key-value",
+    "query",
+    "paged-leaf",
+    "paged-chunk",
+    "paged-prefill",
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +26,7 @@ def reports() -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     output = subprocess.run(
         [sys.executable, "-m", "tests.kernels.audit_attention"],
-        env=environment, capture_output=True, text=True, check=True, timeout=300,
+        env=environment, capture_output=True, text=True, check=True, timeout=500,
     ).stdout  # fmt: skip
     return [json.loads(line) for line in output.splitlines()]
 
