@@ -34,9 +34,9 @@ from tests.e2e.tiny_pair import write_pair
 from tests.telemetry.otlp_receiver import OtlpReceiver
 
 PROMPT = "Once upon a time"
-# Enough for a second or more, so that signals come in the middle of it.
+# More bytes than a stream's window holds, so that a reader who pauses keeps it from ending.
 TOKENS, SAMPLES = 400, 4
-LONG = GenerateOptions(max_tokens=TOKENS, n=SAMPLES, ignore_eos=True)
+LONG = GenerateOptions(max_tokens=TOKENS, n=SAMPLES, ignore_eos=True, logprobs=10)
 KEY = "a-key-of-the-blue-team"
 
 
@@ -59,15 +59,35 @@ def collector() -> Iterator[OtlpReceiver]:
         yield receiver
 
 
-async def read_all(client: AsyncClient, under_way: asyncio.Event) -> int:
-    """Stream a long answer to its end; the number of tokens. `under_way`: every sample runs."""
-    lengths = dict.fromkeys(range(SAMPLES), 0)
-    async for event in client.stream(PROMPT, LONG):
-        if isinstance(event, Chunk):
-            lengths[event.index] += len(event.token_ids)
-            if all(lengths.values()):
-                under_way.set()
-    return sum(lengths.values())
+class Reading:
+    """A long answer that pauses once every sample is under way, until it is told to go on."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.is_under_way, self.goes_on = asyncio.Event(), asyncio.Event()
+        self._task = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncClient) -> list[int]:
+        lengths = [0] * SAMPLES
+        async for event in client.stream(PROMPT, LONG):
+            if isinstance(event, Chunk):
+                lengths[event.index] += len(event.token_ids)
+                if all(lengths) and not self.is_under_way.is_set():
+                    self.is_under_way.set()
+                    await self.goes_on.wait()
+        return lengths
+
+    async def started(self) -> None:
+        """Until it pauses; raises what ends it before."""
+        waiting = asyncio.ensure_future(self.is_under_way.wait())
+        await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            await self._task
+
+    async def rest(self) -> list[int]:
+        """Read on to the end; the number of tokens of each sample."""
+        self.goes_on.set()
+        return await self._task
 
 
 async def test_pods_with_mutual_tls_and_keys(
@@ -175,14 +195,12 @@ def tokens_counted(port: int) -> float:
 
 async def finish_what_runs(pods: dict[str, Running], client: AsyncClient) -> None:
     """SIGTERM to every pod while an answer streams: it comes whole, and every process ends well."""
-    under_way = asyncio.Event()
-    reading = asyncio.create_task(read_all(client, under_way))
-    await under_way.wait()
+    reading = Reading(client)
+    await reading.started()
     for pod in pods.values():
         pod.terminate()
     await pods["coordinator"].passes("readinessProbe", wanted=False)
-    assert not reading.done(), "the answer was too short to be interrupted"
-    assert await reading == TOKENS * SAMPLES
+    assert await reading.rest() == [TOKENS] * SAMPLES
     grace_s = template(pods["coordinator"].node.objects, "coordinator").pod[
         "terminationGracePeriodSeconds"
     ]
@@ -237,17 +255,15 @@ async def test_the_serve_config_makes_a_coordinator_that_drains(
         await pod.starts()
         await pod.passes("readinessProbe")
         client = await exits.enter_async_context(AsyncClient(f"127.0.0.1:{node.port(50051)}"))
-        under_way = asyncio.Event()
-        reading = asyncio.create_task(read_all(client, under_way))
-        await under_way.wait()
+        reading = Reading(client)
+        await reading.started()
         hook = pod.container["lifecycle"]["preStop"]["exec"]["command"]
         assert hook[-2:] == ["--notice-s", "5"]
         draining = asyncio.create_task(
             run_command([*hook[:-1], "0"], node, pod.container, tmp_path)
         )
         await pod.passes("readinessProbe", wanted=False)
-        assert not reading.done(), "the answer was too short to be interrupted"
-        assert await reading == TOKENS * SAMPLES
+        assert await reading.rest() == [TOKENS] * SAMPLES
         code, output = await draining
         assert (code, output) == (0, "")
         for each in pods.values():
