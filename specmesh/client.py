@@ -27,7 +27,7 @@ import grpc
 
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc, session_pb2
-from specmesh.errors import DeadlineExceeded, InvalidRequest, NotReady, SpecmeshError
+from specmesh.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotReady, SpecmeshError
 from specmesh.request import ChatTurn, GenerateOptions, Prompt
 from specmesh.resume import Resumption
 from specmesh.rpc import RpcLimits, create_channel, error_from_rpc
@@ -147,6 +147,7 @@ class AsyncClient:
         self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         """Return the client itself."""
@@ -162,7 +163,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close every channel; streams in flight end with Cancelled."""
+        """Close every channel; streams in flight, and calls from now on, end with Cancelled."""
+        self._is_closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close(None)
@@ -220,6 +222,11 @@ class AsyncClient:
                     yield getattr(passed_on, str(passed_on.WhichOneof("event")))
         except grpc.aio.AioRpcError as error:
             raise self._explain(error) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise _closed() from error  # the channel was cancelled, the task that reads was not
+            raise
         finally:
             call.cancel()  # no effect once the call has ended
         if not state.done and state.num_held == before:
@@ -245,6 +252,8 @@ class AsyncClient:
         return response
 
     def _stub(self) -> Any:
+        if self._is_closed:
+            raise _closed()
         address = self._addresses[self._current]
         if address not in self._channels:
             self._channels[address] = create_channel(address, self._limits, self._credentials)
@@ -296,6 +305,7 @@ class Client:
         if self._loop.is_closed():
             return
         self._run(self._client.close())
+        self._run(self._loop.shutdown_asyncgens())  # streams that were left without being closed
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -327,9 +337,13 @@ class Client:
             while (event := self._run(_next(events))) is not None:
                 yield event
         finally:
-            self._run(events.aclose())
+            if not self._loop.is_closed():
+                self._run(events.aclose())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise _closed()
         ended = threading.Event()
         future = asyncio.run_coroutine_threadsafe(_tracked(work, ended), self._loop)
         try:
@@ -339,6 +353,10 @@ class Client:
             if future.cancel():
                 ended.wait(CANCEL_WAIT_S)
             raise
+
+
+def _closed() -> Cancelled:
+    return Cancelled("the client is closed")
 
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:

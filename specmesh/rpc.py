@@ -29,7 +29,6 @@ from specmesh.config import TlsSettings
 from specmesh.errors import (
     BY_REASON,
     MAX_DETAIL_BYTES,
-    Cancelled,
     ConfigError,
     DeadlineExceeded,
     InternalError,
@@ -438,7 +437,9 @@ _BARE_STATUS: dict[grpc.StatusCode, type[SpecmeshError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
+    # A server that stops cancels calls that reach it in that moment. (What this process cancels
+    # itself, grpc.aio raises as CancelledError; what we cancel on purpose carries ErrorInfo.)
+    grpc.StatusCode.CANCELLED: NotReady,
 }
 
 

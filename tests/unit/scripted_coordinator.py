@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc, session_pb2
 from specmesh.errors import NotReady, SpecmeshError
@@ -22,7 +24,8 @@ DRAWN_SEED = 0xFEDC_BA98_7654_3210
 class Script:
     """What the coordinator does. `losses[i]`: messages that attempt i sends before it is lost.
 
-    An attempt without an entry runs to its end. `refusals[i]` is raised at once in attempt i.
+    An attempt without an entry runs to its end. `refusals[i]` is raised at once in attempt i. A
+    loss ends with NotReady, or with `bare_status` alone as where gRPC itself ends the call.
     """
 
     rounds: Sequence[Sequence[int]] = ROUNDS
@@ -30,6 +33,7 @@ class Script:
     refusals: dict[int, SpecmeshError] = field(default_factory=dict)
     prompt_tokens: Sequence[int] = (5,)  # by attempt; the last one repeats
     hang: bool = False
+    bare_status: grpc.StatusCode | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -51,6 +55,8 @@ class _Servicer(generation_pb2_grpc.GenerationServiceServicer):
         budget = script.losses.get(attempt)
         for sent, response in enumerate(self._answer(request, attempt)):
             if sent == budget:
+                if script.bare_status is not None:
+                    await context.abort(script.bare_status)
                 raise NotReady("scripted loss")
             yield response
         if script.hang:

@@ -6,15 +6,17 @@ import asyncio
 import math
 import signal
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import grpc
 import numpy
 import pytest
 
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import session_pb2
-from specmesh.client import AsyncClient, Client, GenerateOptions, RetryPolicy
-from specmesh.errors import InvalidRequest, ModelMismatch, NotReady, TooBusy
+from specmesh.client import AsyncClient, Client, Event, GenerateOptions, RetryPolicy
+from specmesh.errors import Cancelled, InvalidRequest, ModelMismatch, NotReady, TooBusy
 from specmesh.randomness import sample_seed
 from specmesh.request import ChatTurn
 from specmesh.rpc import RpcLimits
@@ -111,6 +113,53 @@ def test_a_loss_among_several_samples_resumes_each_with_its_own_seed() -> None:
     assert (second.n, second.seed, second.resume_round) == (1, 99, 2)
     assert (third.n, third.seed, third.resume_round) == (1, sample_seed(99, 1), 1)
     assert list(third.resume_token_ids) == [11]
+
+
+@pytest.mark.parametrize("sent", range(4))
+@pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE])
+def test_a_call_that_grpc_itself_ends_is_repeated(sent: int, status: grpc.StatusCode) -> None:
+    """Proves that a server which stops under a call costs nothing: it may answer CANCELLED."""
+    script = Script(losses={0: sent}, bare_status=status)
+    with serving(script) as address, Client(address, retry=QUICK) as client:
+        generation = client.generate("hi")
+    assert generation.token_ids == [ALL_IDS]
+    assert len(script.requests) == 2
+
+
+async def test_closing_the_client_ends_its_streams_as_cancelled() -> None:
+    """Proves that a reader learns it by Cancelled, its task unharmed, and nothing is reopened."""
+    script = Script(hang=True)
+    with serving(script) as address:
+        client = AsyncClient(address, retry=QUICK)
+        stream = client.stream("hi")
+        await anext(stream)
+        reading = asyncio.create_task(_rest(stream))
+        await client.close()
+        with pytest.raises(Cancelled, match="client is closed"):
+            await reading
+        with pytest.raises(Cancelled, match="client is closed"):
+            await client.generate("hi")
+    assert len(script.requests) == 1
+
+
+async def _rest(stream: AsyncGenerator[Event, None]) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_a_closed_synchronous_client_says_so() -> None:
+    """Proves the same without a loop, for a stream left open and for a new call."""
+    script = Script(hang=True)
+    with serving(script) as address:
+        client = Client(address)
+        events = client.stream("hi")
+        next(events)
+        client.close()
+        with pytest.raises(Cancelled, match="client is closed"):
+            next(events)
+        with pytest.raises(Cancelled, match="client is closed"):
+            client.generate("hi")
+        assert script.cancelled.wait(10)
 
 
 def test_another_replica_is_tried_and_must_serve_the_same_model() -> None:
