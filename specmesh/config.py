@@ -49,6 +49,7 @@ def _split(value: Any) -> Any:
 # A list of strings; in the environment and in flags comma-separated.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
+MAX_PLAIN_STEPS = 64  # tokens per command: no coordinator asks for more, every target grants them
 NESTING = "__"  # SPECMESH_TARGET_ENGINE__NUM_PAGES
 
 
@@ -179,8 +180,8 @@ class TargetSettings(_ServiceSettings):
     server: ServerSettings = ServerSettings(port=PORTS["target"])
     # Share of dense rows whose candidate is drawn again from the received row. Sparse: always.
     redraw_check_ratio: float = Field(default=0.05, ge=0, le=1)
-    # Tokens a plain-decoding command may ask for.
-    max_plain_steps: int = Field(default=64, ge=1)
+    # Tokens a plain-decoding command may ask for; never fewer than a coordinator may be set to.
+    max_plain_steps: int = Field(default=MAX_PLAIN_STEPS, ge=MAX_PLAIN_STEPS)
 
 
 class RaySettings(_Section):
@@ -224,7 +225,7 @@ class SpeculationSettings(_Section):
     decide_at: Literal["target", "coordinator"] = "target"
     row_policy: Literal["auto", "dense_f32", "dense_f16"] = "auto"
     # Tokens per command while speculation is off.
-    plain_steps: int = Field(default=4, ge=1, le=64)
+    plain_steps: int = Field(default=4, ge=1, le=MAX_PLAIN_STEPS)
     # Share of target-decided rounds that the coordinator decides again from the rows.
     audit_ratio: float = Field(default=0.01, ge=0, le=1)
     draft_prefill: Literal["auto", "parallel", "after_first_token"] = "auto"

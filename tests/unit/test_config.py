@@ -10,6 +10,7 @@ import pytest
 from specmesh.config import (
     CoordinatorSettings,
     DraftSettings,
+    SpeculationSettings,
     TargetSettings,
     env_prefix,
     load_settings,
@@ -115,3 +116,13 @@ def test_tls_files_go_together() -> None:
     """Half a TLS identity is refused instead of silently speaking plaintext."""
     with pytest.raises(ConfigError, match="go together"):
         load_settings(DraftSettings, ["--engine.model", "/m", "--server.tls.certificate", "/c.pem"])
+
+
+def test_no_target_can_be_set_to_refuse_what_a_coordinator_can_be_set_to_ask() -> None:
+    """Tokens a plain-decoding command asks for and grants: a target that grants fewer would fail
+    every request without a draft, in the caller's name."""
+    with pytest.raises(ConfigError, match="max_plain_steps"):
+        load_settings(TargetSettings, ["--engine.model", "/m", "--max-plain-steps", "63"])
+    with pytest.raises(ValueError, match="plain_steps"):
+        SpeculationSettings(plain_steps=65)
+    assert SpeculationSettings(plain_steps=64).plain_steps == 64
