@@ -103,7 +103,11 @@ class _Stream:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                await self._call.write(self._frame(commands=self._next_batch()))
+                frame = self._frame(commands=self._next_batch())
+                try:
+                    await self._call.write(frame)
+                except asyncio.InvalidStateError:  # the call ended in good order while we wrote
+                    return
 
     def _next_batch(self) -> list[Any]:
         batch = [self._queue.popleft()]

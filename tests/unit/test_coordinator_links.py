@@ -1,0 +1,51 @@
+"""The coordinator's end of a stream: bounds, and ends that are no bugs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from coordinator.links import FRAME_BYTES, _Stream
+from protos.specmesh.v1 import target_pb2
+
+Command = target_pb2.TargetCommand
+
+
+class Call:
+    """A call that ends, in good order, after it took `num_frames`."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.frames: list[Any] = []
+        self._num_frames = num_frames
+
+    async def write(self, frame: Any) -> None:
+        if len(self.frames) == self._num_frames:
+            raise asyncio.InvalidStateError("RPC already finished.")  # as grpc.aio does
+        self.frames.append(frame)
+
+
+async def test_a_call_that_ended_while_it_was_written_to_is_no_bug() -> None:
+    """The writer returns, as at any other end of the stream: sessions move, nothing is logged as a
+    bug of ours."""
+    call = Call(num_frames=1)
+    stream = _Stream(call, target_pb2.TargetServiceLinkRequest, max_queued=8)
+    assert stream.put(Command(session_id="a"))
+    writer = asyncio.create_task(stream.write_all())
+    await asyncio.sleep(0)
+    assert stream.put(Command(session_id="b"))
+    await asyncio.wait_for(writer, 5)
+    assert [command.session_id for command in call.frames[0].commands] == ["a"]
+
+
+async def test_commands_gather_into_frames_of_bounded_size_and_number() -> None:
+    """What waits goes out together, cut at FRAME_BYTES; a full queue takes no more."""
+    call = Call(num_frames=3)
+    stream = _Stream(call, target_pb2.TargetServiceLinkRequest, max_queued=6)
+    big = "x" * (FRAME_BYTES // 3)
+    taken = [stream.put(Command(session_id=f"{i}{big}")) for i in range(7)]
+    assert taken == [True] * 6 + [False]
+    writer = asyncio.create_task(stream.write_all())
+    while len(call.frames) < 3:
+        await asyncio.sleep(0)
+    writer.cancel()
+    assert [len(frame.commands) for frame in call.frames] == [2, 2, 2]
