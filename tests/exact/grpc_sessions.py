@@ -209,17 +209,25 @@ async def generate(draft: Peer, target: Peer, generations: Sequence[Generation])
         active = [each for each in active if not each.is_finished]
 
 
-async def serve(target: Decoder, draft: Decoder, waves: Sequence[Sequence[Generation]]) -> None:
-    """Serve both models in this process and run the waves through gRPC, one after the other."""
+async def serve(
+    target: Decoder,
+    draft: Decoder,
+    waves: Sequence[Sequence[Generation]],
+    page_size: int = PAGE_SIZE,
+) -> None:
+    """Serve both models in this process and run the waves through gRPC, one after the other.
+
+    page_size: tokens; no session may need more than one page.
+    """
     largest = max(map(len, waves))
 
     def setup(decoder: Decoder) -> Setup:
         return Setup(
             num_pages=largest + 8,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             max_sessions=largest,
             options=EngineOptions(token_budget=1 << 14, max_waiting_commands=4 * largest),
-            cache=decoder.new_cache(largest + 8, PAGE_SIZE),
+            cache=decoder.new_cache(largest + 8, page_size),
             max_message_bytes=64 << 20,
         )
 

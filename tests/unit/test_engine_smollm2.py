@@ -1,5 +1,6 @@
 """The shipped pair: its conversion, its text and its acceptance, against transformers."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from specmesh.cli.up import default_cache_dir
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
 from specmesh.engine.model_folder import check_pair, prepare_default_models
 from specmesh.tokenizer import Tokenizer, load_tokenizer
+from tests.exact.grpc_sessions import Generation, serve
+from tests.rpc.peers import AT_COORDINATOR, AT_TARGET, COUPLED
 
 PAGE = 64
 NUM_NEW = 24
+LONGEST = 128  # no prompt and answer together are longer
 NEAR_TIE = 1e-3  # a gap between two logits that float32 rounding (about 1e-4 here) may turn round
 PROMPTS = (
     "What is the capital of France?",
@@ -85,15 +89,75 @@ def greedy(decoder: Decoder, prompts: list[list[int]], num_new: int) -> list[lis
     return out
 
 
-def test_greedy_text_is_transformers(target: Decoder, reference: Any, tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts as the model sees them."""
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain_answers(target: Decoder, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy answers of the decoder alone, all in one batch."""
+    return greedy(target, prompts, NUM_NEW)
+
+
+def test_greedy_text_is_transformers(
+    reference: Any,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    plain_answers: list[list[int]],
+) -> None:
     """Every greedy token of 20 answers, decoded in one batch, is transformers' best token.
 
     Judged by one transformers pass over prompt and answer. Where its best token is another, the
     two must be a near-tie there; the answer is judged up to that point.
     """
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    check_greedy(reference, tokenizer, prompts, plain_answers)
+
+
+def test_speculative_greedy_text_is_transformers(
+    pair: tuple[Path, Path],
+    target: Decoder,
+    reference: Any,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    plain_answers: list[list[int]],
+) -> None:
+    """Through both services over gRPC with four candidates a round, the prompts taking turns in who
+    decides: the answers judged above, or ones that pass the same judgement."""
+    generations = [
+        Generation(
+            session_id=f"g{i}",
+            prompt=prompt,
+            max_tokens=NUM_NEW,
+            next_k=lambda round_index: 4,
+            seed=1,
+            params={"temperature": 0.0},
+            rule=COUPLED,
+            decide_at=(AT_TARGET, AT_COORDINATOR)[i % 2],
+            vocab_size=target.spec.vocab_size,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    draft = load_decoder(pair[1], embedding_from=target)
+    asyncio.run(serve(target, draft, [generations], page_size=LONGEST))
+    others = [
+        (each.prompt, each.output)
+        for each, plain in zip(generations, plain_answers, strict=True)
+        if each.output != plain
+    ]
+    check_greedy(reference, tokenizer, [p for p, _ in others], [answer for _, answer in others])
+    num_judged = sum(each.num_judged for each in generations)
+    assert 0.3 * num_judged < sum(each.num_accepted for each in generations) < num_judged
+
+
+def check_greedy(
+    reference: Any, tokenizer: Tokenizer, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    """Assert that every answer follows transformers' best token, up to its first near-tie."""
     ties = []
-    for prompt, answer in zip(prompts, greedy(target, prompts, NUM_NEW), strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == NUM_NEW
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         differ = (logits.argmax(-1) != torch.tensor(answer)).nonzero()
