@@ -40,7 +40,7 @@ def further(name: str) -> list[str]:
     return [each for each in COMPONENTS if each not in own_components(name)]
 
 
-FULL = [(name, added) for name in OVERLAYS for added in {(), tuple(further(name))}]
+FULL = [(name, added) for name in OVERLAYS for added in dict.fromkeys(((), tuple(further(name))))]
 PARTIAL = [
     (name, added)
     for name in OVERLAYS
