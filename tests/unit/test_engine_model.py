@@ -95,6 +95,25 @@ def test_logits_match_transformers(variant, schedule) -> None:
     assert run.done == list(LENGTHS)
 
 
+def test_rejection_at_every_index_leaves_cold_logits(variant) -> None:
+    """Rounds of four candidates, the first 0 to 4 of them right, over pages and past windows: rows
+    up to the rejected one, and all that follows, are transformers' of the tokens that stayed."""
+    decoder, (tokens, *others), (expected, *_) = variant
+    run = PackedRun(decoder, [tokens, *others])
+    run.step((6, 1, 17))
+    num_rounds = 0
+    while run.done[0] + 5 <= len(tokens):
+        base, num_kept = run.done[0], num_rounds % 5
+        wrong = [(token + 1) % VOCAB for token in tokens[base + num_kept + 1 : base + 5]]
+        run.sequences = [[*tokens[: base + num_kept + 1], *wrong], *others]
+        logits, *_ = run.step((5, 0, num_rounds % 2))  # alone, and beside another's decode
+        judged = slice(base, base + num_kept + 1)
+        torch.testing.assert_close(logits[: num_kept + 1], expected[judged], atol=TOLERANCE, rtol=0)
+        run.done[0] = base + num_kept + 1
+        num_rounds += 1
+    assert num_rounds >= 20
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory):
     """A plain model, for what does not depend on the family."""
