@@ -314,7 +314,9 @@ class ReplicaLink:
         tasks += [asyncio.ensure_future(stream.read_all(self._receive)) for stream in self._streams]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            ended = next(iter(done)).exception()
+            first = next(iter(done))
+            # A call that `reset` cancels ends its reader as cancelled, which is not this task.
+            ended = None if first.cancelled() else first.exception()
             fields = {"replica": self.address, "side": self.side.value}
             if ended is None or isinstance(ended, grpc.aio.AioRpcError):
                 logger.info("link ended", extra=fields)

@@ -104,6 +104,12 @@ class Caller:
         self._setup, self._network, self._rng, self._name = setup, network, rng, name
         self._addresses = [f"coordinator{i}" for i in range(setup.num_coordinators)]
         self.node = Node(name)
+        self._attempting: asyncio.Future[None] | None = None
+
+    def interrupt(self) -> None:
+        """The caller's process dies now; the next one goes on with what was held."""
+        if self._attempting is not None:
+            self._attempting.cancel()
 
     async def run(self) -> None:
         """Until the whole output is there, or the caller's own fault says that it left."""
@@ -111,8 +117,11 @@ class Caller:
         while received.finished is None and not received.gave_up:
             received.num_attempts += 1
             assert received.num_attempts < 200, "a request never ends"
+            self._attempting = asyncio.ensure_future(self._attempt())
             try:
-                await self._attempt()
+                await asyncio.wait((self._attempting,))
+                if not self._attempting.cancelled():
+                    self._attempting.result()
             except DeadlineExceeded:
                 received.gave_up = "deadline"
             except (NotReady, TooBusy, Cancelled) as error:

@@ -28,7 +28,8 @@ def check_output(oracle: Oracle, caller: Caller) -> None:
     """Tokens, text, log-probabilities and end of one request."""
     request, received = caller.request, caller.received
     tokens = received.tokens
-    is_residual = request.rule == session_pb2.DECISION_RULE_RESIDUAL and request.temperature > 0
+    is_greedy = request.HasField("temperature") and request.temperature == 0.0
+    is_residual = request.rule == session_pb2.DECISION_RULE_RESIDUAL and not is_greedy
     if is_residual:
         oracle.check_possible(request, tokens)
     else:

@@ -116,13 +116,15 @@ class SimEngine(Engine):
             return
         self._read_inbox(block=False)
         ran = self._turn()
-        self._loop.call_later(self._pass_s() if ran else 0.0, self._end_turn, ran)
+        end = self._loop.now + (self._pass_s() if ran else 0.0)
+        self._loop.event(end, lambda: self._end_turn(ran), self._node.name, self)
 
     def _end_turn(self, ran: bool) -> None:
         if not self._node.alive:
             return
         self._flush()
-        self.after_turn()
+        if ran:
+            self.after_turn()
         self._is_busy = False
         if ran or not self._inbox.empty():
             self._wake()
@@ -254,6 +256,8 @@ class ServiceHost:
         )
 
     def _pass_s(self) -> float:
+        if self._setup.steady:
+            return self._setup.pass_s
         pass_s = self._setup.pass_s * (0.5 + self._rng.random())
         return max(pass_s, self.slow_until - self._loop.now)
 

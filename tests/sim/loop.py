@@ -52,6 +52,13 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    def event(self, when: float, work: Callable[[], Any], _host: str, _channel: object) -> None:
+        """Something happens at a host at that time. Here time alone decides the order."""
+        self.call_at(when, work)
+
+    def begin(self, world: Any) -> None:
+        """Links are up, callers are about to call."""
+
     def on_idle(self, timeout: float | None) -> None:
         """Nothing is ready. timeout: until the next timer, None where there is none."""
         if timeout is None:

@@ -42,7 +42,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Setup:
-    """How the system is built and what is asked of it."""
+    """How the system is built and what is asked of it. steady: latency and passes do not vary."""
 
     seed: int
     vocab_size: int = 5
@@ -63,6 +63,7 @@ class Setup:
     one_device: bool = False
     max_unread_chunks: int = 64
     pass_s: float = 0.003
+    steady: bool = False
     rules: tuple[str, ...] = ("greedy", "coupled", "residual")
     placements: tuple[str, ...] = ("target", "coordinator")
     max_tokens: int = 12

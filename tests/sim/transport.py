@@ -21,7 +21,7 @@ import grpc
 
 from specmesh.rpc import ErrorMapping
 from tests.sim.loop import SimLoop
-from tests.sim.options import Faults
+from tests.sim.options import Setup
 
 KEEPALIVE_S = 0.4  # a connection that nothing passes for this long is broken
 PIPE_CAPACITY = 8  # messages a stream takes in before its writer waits
@@ -68,10 +68,13 @@ class _Aborted(Exception):
 class Pipe:
     """One direction of a stream."""
 
-    def __init__(self, network: Network, source: str, target: str, *, is_link: bool) -> None:
+    def __init__(
+        self, network: Network, source: str, target: str, *, is_link: bool, is_handshake: bool
+    ) -> None:
         self._network = network
         self._ends = (source, target)
         self._is_link = is_link
+        self._is_handshake = is_handshake
         self._last_at = 0.0
         self._held: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
@@ -97,11 +100,13 @@ class Pipe:
                 return
             if network.happens("duplicate"):
                 self.num_unread += 1
-                network.later(network.delay() * 3, lambda: self._arrive(item))
+                at = network.loop.now + 3 * network.delay()
+                network.event(at, lambda: self._arrive(item), self._ends[1])
             network.remember(self._ends, item)
         at = max(self._last_at + 1e-6, network.loop.now + network.delay())
         self._last_at = at
-        network.at(at, lambda: self._arrive(item))
+        host = "handshake" if self._is_handshake else self._ends[1]
+        network.event(at, lambda: self._arrive(item), host, self)
 
     def inject(self, item: bytes) -> None:
         """An old message turns up now."""
@@ -181,9 +186,9 @@ class Call:
         self._request = None if request is None else self._serialize(request)
         timeout = options.get("timeout")
         self._deadline = None if timeout is None else network.loop.now + timeout
-        is_link = path.endswith("/Link")
-        self.up = Pipe(network, self.node.name, self.address, is_link=is_link)
-        self.down = Pipe(network, self.address, self.node.name, is_link=is_link)
+        kinds = {"is_link": path.endswith("/Link"), "is_handshake": path.endswith("/GetInfo")}
+        self.up = Pipe(network, self.node.name, self.address, **kinds)
+        self.down = Pipe(network, self.address, self.node.name, **kinds)
         self._status: Status | None = None
         self._cancelled = False
         self._connected = asyncio.Event()
@@ -192,7 +197,7 @@ class Call:
         network.calls[self] = None
         if timeout is not None:
             network.later(timeout, self._expire)
-        network.later(network.delay(), self._reach)
+        network.soon(self._reach, self.address)
 
     # ------------------------------------------------------------ the client's end
 
@@ -246,7 +251,7 @@ class Call:
             return False
         self._cancelled = True
         if self.node.alive:
-            self.network.later(self.network.delay(), self._leave)
+            self.network.soon(self._leave, self.address)
         self._finish(Status(grpc.StatusCode.CANCELLED, "cancelled here"))
         return True
 
@@ -292,10 +297,10 @@ class Call:
             return
         server = network.servers.get(self.address)
         if server is None or not server.node.alive:
-            network.later(network.delay(), lambda: self.fail("connection refused"))
+            network.soon(lambda: self.fail("connection refused"), "handshake")
             return
         self.server = server
-        network.later(network.delay(), self._connected.set)
+        network.soon(self._connected.set, "handshake")
         self._task = run_on(server.node, lambda: network.loop.create_task(self._serve(server)))
 
     async def _serve(self, server: Server) -> None:
@@ -387,10 +392,11 @@ class Server:
 class Network:
     """Everything between the hosts."""
 
-    def __init__(self, loop: SimLoop, rng: random.Random, faults: Faults) -> None:
+    def __init__(self, loop: SimLoop, rng: random.Random, setup: Setup) -> None:
         self.loop = loop
+        self._is_steady = setup.steady
         self._rng = rng
-        self._faults = faults
+        self._faults = setup.faults
         self.is_healed = False
         self.servers: dict[str, Server] = {}
         self.calls: dict[Call, None] = {}  # in order of their beginning
@@ -400,9 +406,18 @@ class Network:
 
     # ------------------------------------------------------------ time
 
-    def at(self, when: float, work: Callable[[], Any]) -> None:
-        """Call work at a simulated time."""
-        self.loop.call_at(when, work)
+    def event(
+        self, when: float, work: Callable[[], Any], host: str, channel: object = None
+    ) -> None:
+        """Something of the network's or a device's happens at a host at that simulated time.
+
+        channel: events of one keep their order whatever the time says.
+        """
+        self.loop.event(when, work, host, channel)
+
+    def soon(self, work: Callable[[], Any], host: str, channel: object = None) -> None:
+        """An event after one way through the network."""
+        self.event(self.loop.now + self.delay(), work, host, channel)
 
     def later(self, delay_s: float, work: Callable[[], Any]) -> None:
         """Call work after a delay."""
@@ -411,6 +426,8 @@ class Network:
     def delay(self) -> float:
         """One way, in seconds."""
         faults = self._faults
+        if self._is_steady:
+            return faults.latency_s
         delay_s = faults.latency_s * (0.5 + self._rng.random())
         if not self.is_healed and self._rng.random() < faults.delay:
             self.injected["delay"] += 1
@@ -453,9 +470,12 @@ class Network:
     def cut(self, client: str, address: str) -> bool:
         """Reset the connection between two hosts. Each end notices in its own time."""
         cut = [call for call in self.calls_between(None, address) if call.node.name == client]
-        at_client, at_server = self.delay(), self.delay() * self._rng.choice((1, 1, 20))
+        at_client, at_server = (
+            self.delay(),
+            self.delay() * (1 if self._is_steady else self._rng.choice((1, 1, 20))),
+        )
         for call in cut:
-            self.later(at_client, lambda call=call: call.fail("connection reset"))  # type: ignore[misc]
+            self.later(at_client, lambda call=call: call.fail("connection reset"))
             self.later(at_server, call.stop_server)
         return bool(cut)
 
@@ -482,9 +502,10 @@ class Network:
         node.alive = False
         for call in list(self.calls):
             if call.server is not None and call.server.node is node:
-                self.later(self.delay(), lambda call=call: call.fail("connection reset"))  # type: ignore[misc]
+                ends = (call.node.name, call.address)
+                self.soon(lambda call=call: call.fail("connection reset"), ends[0], ends)
             elif call.node is node:
-                self.later(self.delay(), call.stop_server)
+                self.soon(call.stop_server, call.address)
                 call.fail("killed")
         for task in list(node.tasks):
             task.cancel()

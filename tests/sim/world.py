@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,13 +67,24 @@ class _Errors(logging.Handler):
 class World:
     """The system of one run. `run` once."""
 
-    def __init__(self, setup: Setup, requests: list[pb.GenerateRequest] | None = None) -> None:
-        """requests: instead of those the seed would draw."""
+    def __init__(
+        self,
+        setup: Setup,
+        requests: list[pb.GenerateRequest] | None = None,
+        crashes: Sequence[tuple[float, str]] = (),
+        loop: SimLoop | None = None,
+    ) -> None:
+        """requests: instead of those the seed would draw.
+
+        crashes: (seconds after the links came up, kind of process), beside the drawn faults. What
+        is killed so comes back when the window is over; a caller at once.
+        """
+        self._crashes = crashes
         self.setup = setup
         self.report = Report(setup.seed)
-        self.loop = SimLoop()
+        self.loop = loop or SimLoop()
         self.rng = random.Random(f"run {setup.seed}")
-        self.network = Network(self.loop, self.rng, setup.faults)
+        self.network = Network(self.loop, self.rng, setup)
         self.report.injected = self.network.injected
         names = [f"target{i}" for i in range(setup.num_targets)]
         drafts = [f"draft{i}" for i in range(setup.num_drafts)]
@@ -142,6 +153,7 @@ class World:
             run_on(caller.node, lambda caller=caller: self.loop.create_task(self._call(caller)))
             for caller in self.callers
         ]
+        self.loop.begin(self)
         looking = self.loop.create_task(self._look())
         self._plan_faults()
         await asyncio.sleep(window_s)
@@ -159,7 +171,8 @@ class World:
         self._judge()
 
     async def _call(self, caller: Caller) -> None:
-        await asyncio.sleep(self.rng.random() * 0.05)
+        if not self.setup.steady:
+            await asyncio.sleep(self.rng.random() * 0.05)
         await caller.run()
 
     def _may_hold_sessions(self) -> bool:
@@ -188,6 +201,8 @@ class World:
             (faults.forget, lambda: self._forget(garble=False)),
             (faults.garble, lambda: self._forget(garble=True)),
         )
+        for when, kind in self._crashes:
+            self.network.later(when, lambda kind=kind: self.kill(kind))
         for count, inject in kinds:
             for _ in range(count):
                 self.network.later(self.rng.random() * faults.window_s, inject)
@@ -208,7 +223,13 @@ class World:
         return (other, coordinator) if other.startswith("caller") else (coordinator, other)
 
     def _reset(self) -> None:
-        if self.network.cut(*self._edge()):
+        if self.rng.random() < 0.2:  # what a coordinator does whose queue to a target is full
+            hosts = [host for host in self.coordinators if host.is_up]
+            links = [link for host in hosts for link in host.fleet._links.values() if link.is_up]
+            if links:
+                self.network.injected["resets"] += 1
+                self.rng.choice(links).reset()
+        elif self.network.cut(*self._edge()):
             self.network.injected["resets"] += 1
 
     def _partition(self, *, both: bool) -> None:
@@ -230,6 +251,14 @@ class World:
             host = self.rng.choice(hosts)
             host.crash()
             self.network.later(self.rng.choice((0.005, 0.05, 0.3)), lambda: self._restart(host))
+
+    def kill(self, kind: str) -> None:
+        """Kill every process of a kind, or the one of that name. Also what callers do."""
+        if kind == "caller":
+            for caller in self.callers:
+                caller.interrupt()
+        for host in self._hosts(kind):
+            host.crash()
 
     def _restart(self, host: Any) -> None:
         if not host.is_up:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from coordinator.links import FRAME_BYTES, _Stream
+from coordinator.links import FRAME_BYTES, ReplicaLink, _Stream
+from coordinator.messages import Side
 from protos.specmesh.v1 import target_pb2
+from specmesh.config import LinkSettings
+from tests.rpc.fake_model import PrefixDecoder
+from tests.rpc.peers import running
 
 Command = target_pb2.TargetCommand
 
@@ -49,3 +53,40 @@ async def test_commands_gather_into_frames_of_bounded_size_and_number() -> None:
         await asyncio.sleep(0)
     writer.cancel()
     assert [len(frame.commands) for frame in call.frames] == [2, 2, 2]
+
+
+class Owner:
+    """Takes what a link reports."""
+
+    def __init__(self) -> None:
+        self.ups: asyncio.Queue[ReplicaLink] = asyncio.Queue()
+        self.num_downs = 0
+
+    def check(self, link: ReplicaLink, info: Any) -> None:
+        """Every replica will do."""
+
+    def link_up(self, link: ReplicaLink) -> None:
+        self.ups.put_nowait(link)
+
+    def link_down(self, link: ReplicaLink) -> None:
+        self.num_downs += 1
+
+    def result(self, link: ReplicaLink, result: Any) -> None:
+        """None is asked for."""
+
+
+async def test_a_link_that_this_side_reset_connects_again() -> None:
+    """What a full queue does to a target's link: its sessions are told, and it comes back. The
+    reader of a call that was cancelled here ends as a cancelled task, not with an error."""
+    async with running("target", PrefixDecoder()) as service:
+        owner = Owner()
+        settings = LinkSettings(reconnect_initial_s=0.01)
+        link = ReplicaLink(Side.TARGET, service.address, settings, owner, "group")
+        link.start()
+        try:
+            await asyncio.wait_for(owner.ups.get(), 10)
+            link.reset()
+            await asyncio.wait_for(owner.ups.get(), 10)
+            assert owner.num_downs == 1
+        finally:
+            await link.close()

@@ -1,0 +1,150 @@
+"""Every order of events of a small run, with one fault at every step: depth-first, by replay.
+
+A run is a script of choices. At each step the choices are: which of the messages that could reach
+the coordinator next does, or the one fault: a process dies, or a deadline passes before anything
+else happens. Events at services and callers are independent of each other and of what happens at
+the coordinator, so one order of them stands for all; what they send back is what is permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.messages import TimerFired
+from protos.specmesh.v1 import generation_pb2 as pb
+from tests.sim import checkers
+from tests.sim.loop import SimLoop
+from tests.sim.options import Setup
+from tests.sim.world import World
+
+STEP_S = 1e-5  # what an event takes: far below every deadline
+RESTART_S = 0.05
+
+
+@dataclass(eq=False)
+class _Event:
+    work: Callable[[], Any]
+    host: str
+    channel: object
+
+
+class ExploringLoop(SimLoop):
+    """Takes its choices from a script, then the first of each.
+
+    after_fault: whether the order of events after the last fault is a choice too.
+    """
+
+    def __init__(self, script: Sequence[int], num_faults: int, *, after_fault: bool) -> None:
+        super().__init__()
+        self._script = script
+        self._num_faults = num_faults
+        self._after_fault = after_fault
+        self._events: list[_Event] = []
+        self._world: World | None = None
+        self.taken: list[tuple[int, int]] = []
+        self.named: list[str] = []  # the faults that were chosen
+
+    def event(self, when: float, work: Callable[[], Any], host: str, channel: object) -> None:
+        self._events.append(_Event(work, host, channel))
+
+    def begin(self, world: World) -> None:
+        self._world = world
+
+    def on_idle(self, timeout: float | None) -> None:
+        if not self._events:
+            super().on_idle(timeout)
+            return
+        self.now += STEP_S
+        ordinary = self._next_events()
+        faults = self._faults() if self._world is not None else []
+        if self._world is None:
+            ordinary = self._events[:1]
+        else:
+            checkers.check_agreement(self._world)
+        choice = self._choose(len(ordinary) + len(faults))
+        if choice < len(ordinary):
+            self._events.remove(ordinary[choice])
+            self.call_soon(ordinary[choice].work)
+            return
+        name, inject = faults[choice - len(ordinary)]
+        self._num_faults -= 1
+        self.named.append(name)
+        inject()
+
+    def _choose(self, count: int) -> int:
+        if count == 1 or not (self._num_faults or self._after_fault):
+            return 0
+        step = len(self.taken)
+        index = self._script[step] if step < len(self._script) else 0
+        self.taken.append((index, count))
+        return index
+
+    def _next_events(self) -> list[_Event]:
+        """What may happen next: one event elsewhere, or any of those at the coordinator."""
+        heads: dict[object, _Event] = {}
+        for event in self._events:
+            heads.setdefault(event if event.channel is None else event.channel, event)
+        elsewhere = [e for e in heads.values() if not e.host.startswith("coordinator")]
+        return elsewhere[:1] or list(heads.values())
+
+    def _faults(self) -> list[tuple[str, Callable[[], None]]]:
+        world = self._world
+        if not self._num_faults or world is None or world.callers[0].received.finished:
+            return []
+        found: list[tuple[str, Callable[[], None]]] = []
+        for host in (*world.services, *world.coordinators):
+            if host.is_up and not host.address.endswith("1"):  # the spare ones are alike
+                found.append((host.address, lambda host=host: self._crash(host)))
+        found.append(("caller", lambda: world.kill("caller")))
+        for handle in sorted(self._scheduled, key=lambda each: each.when()):  # type: ignore[attr-defined]
+            fired = handle._args[0] if handle._args else None
+            if isinstance(fired, TimerFired) and not handle.cancelled():
+                found.append((f"deadline {fired.side.value}", lambda h=handle: self._fire(h)))
+        return found
+
+    def _crash(self, host: Any) -> None:
+        host.crash()
+        self.call_later(RESTART_S, lambda: host.is_up or host.start())
+
+    def _fire(self, handle: Any) -> None:
+        callback, arguments, context = handle._callback, handle._args, handle._context
+        handle.cancel()
+        self.call_soon(callback, *arguments, context=context)
+
+
+@dataclass
+class Exploration:
+    """What an exploration came to. faults: number of runs by fault."""
+
+    num_runs: int
+    faults: dict[str, int]
+    failures: list[str]
+
+
+def explore(
+    setup: Setup, request: pb.GenerateRequest, *, num_faults: int = 1, after_fault: bool = True
+) -> Exploration:
+    """Run every script."""
+    found = Exploration(0, {}, [])
+    script: list[int] | None = []
+    while script is not None:
+        loop = ExploringLoop(script, num_faults, after_fault=after_fault)
+        report = World(setup, [request], loop=loop).run()
+        found.num_runs += 1
+        for name in loop.named or ["none"]:
+            found.faults[name] = found.faults.get(name, 0) + 1
+        found.failures += [f"{script} {loop.named}: {each}" for each in report.failures[:1]]
+        script = following(loop.taken)
+    return found
+
+
+def following(taken: Sequence[tuple[int, int]]) -> list[int] | None:
+    """The script after the one that took these (choice, number of choices), depth first."""
+    left = list(taken)
+    while left:
+        index, count = left.pop()
+        if index + 1 < count:
+            return [*(each for each, _ in left), index + 1]
+    return None
