@@ -28,10 +28,12 @@ from kernels.row_state import (
     NO_ID,
     append_tile,
     exact_mass,
+    filtered,
     load_scores,
     merge_masses,
     power_of_two,
     race,
+    read_scores,
     rescaled,
     score_leaf,
     tile_ids,
@@ -192,6 +194,15 @@ def _sparse_tile(ids, weights, stride_n, stride_w, num_ids, places_of, first_id,
         weight = tl.load(weights + place * stride_w).to(tl.float32)
         spread = tl.where(places_of == owner, weight, spread)
     return spread
+
+
+@triton.jit
+def _read_held(row, ids, stride, vocab_size, wanted, KIND: tl.constexpr):
+    """The draft's scores or weights at ids, in their own type; nothing is read if not wanted."""
+    empty = 0.0
+    if KIND == LOGITS:
+        empty = float("-inf")
+    return tl.load(row + ids.to(tl.int64) * stride, (ids < vocab_size) & wanted, other=empty)
 
 
 @triton.jit
@@ -359,28 +370,35 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
             ratio *= power_of_two(-draft_origin)
     best = tl.load(best_rates + session)  # what others found so far: only a bar, the maximum stays
     first_tile = group * TILES_PER_PROGRAM
+    ids = tile_ids(first_tile * (ROWS * RUN), ROWS, RUN)
+    reads_draft: tl.constexpr = KIND == LOGITS or KIND == WEIGHTS
+    following = read_scores(row, ids, stride_id, vocab_size)
+    following_held = following
+    if reads_draft:
+        following_held = _read_held(draft_row, ids, stride_di, vocab_size, rejected, KIND)
     for tile in range(first_tile, tl.minimum(first_tile + TILES_PER_PROGRAM, num_tiles)):
+        scores = filtered(following, threshold, thresholds is not None)
+        held = following_held
         ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
-        scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
+        following = read_scores(row, ids + ROWS * RUN, stride_id, vocab_size)
+        if reads_draft:
+            following_held = _read_held(
+                draft_row, ids + ROWS * RUN, stride_di, vocab_size, rejected, KIND
+            )
         weights = weigh(scores, scale, origin)
         if KIND != NO_DRAFT:  # noqa: SIM102 - known when compiled
             if rejected:
                 if KIND == SPARSE:
-                    held = _sparse_tile(
+                    share = _sparse_tile(
                         draft_row_ids, draft_row, stride_ii, stride_di, num_sparse,
                         ids, tile * (ROWS * RUN), ROWS, RUN, SPARSE_PAD,
                     )  # fmt: skip
                 elif KIND == WEIGHTS:
-                    held = tl.load(
-                        draft_row + ids.to(tl.int64) * stride_di, ids < vocab_size, other=0.0
-                    ).to(tl.float32)
+                    share = held.to(tl.float32)
                 else:
-                    held = load_scores(
-                        draft_row, ids, stride_di, vocab_size, draft_bar,
-                        draft_thresholds is not None,
-                    )  # fmt: skip
-                    held = weigh(held, draft_scale, draft_origin)
-                weights = tl.fma(held, -ratio, weights)
+                    share = filtered(held, draft_bar, draft_thresholds is not None)
+                    share = weigh(share, draft_scale, draft_origin)
+                weights = tl.fma(share, -ratio, weights)
         words = words_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
         best = race(weights, words, ids, best, seed, position, base_len, stream)
     tl.atomic_max(best_rates + session, best, sem="relaxed")

@@ -196,7 +196,7 @@ def _launch_accept(
         *rows, *drafts, *partials, leaf_weights, *strides,
         vocab_size, num_leaves, num_sparse, num_slots,
         BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
-        num_warps=judge.num_warps,
+        num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
     num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
     num_groups = triton.cdiv(num_tiles, close.per_program)
@@ -208,7 +208,7 @@ def _launch_accept(
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
         ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=close.per_program,
-        num_warps=close.num_warps,
+        num_warps=close.num_warps, maxnreg=close.max_registers,
     )  # fmt: skip
     return outputs
 
@@ -286,7 +286,7 @@ def _launch_draw(
         *_leaf_outputs(num_rows * num_leaves, logits.device), scratch, *outputs,
         *logits.stride(), vocab_size, num_leaves,
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), TILE=TILE.value, RUN=_race_run(judge),
-        num_warps=judge.num_warps,
+        num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
     return outputs
 

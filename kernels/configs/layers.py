@@ -49,10 +49,10 @@ _LINEAR: dict[tuple[str, bool], list[tuple[int, LinearTiles]]] = {
     ("sm_90", True): [
         (32, LinearTiles(64, 64, 4, 4)),
         (64, LinearTiles(64, 64, 4, 4, descriptors=True)),
-        (1 << 62, LinearTiles(64, 128, 8, 4, descriptors=True)),
+        (1 << 62, LinearTiles(128, 128, 8, 4, descriptors=True)),
     ],
     ("sm_90", False): [
-        (64, LinearTiles(64, 128, 4, 4, split=True, descriptors=True)),
+        (64, LinearTiles(64, 128, 8, 4, split=True)),
         (1 << 62, LinearTiles(128, 128, 8, 4, descriptors=True)),
     ],
     ("cpu", True): [(1 << 62, LinearTiles(32, 32, 4, 1))],

@@ -17,12 +17,15 @@ from kernels.configs import architecture
 class Launch:
     """num_warps, and for the closing draw: rows runs of ids a tile, per_program tiles in turn.
 
+    max_registers: a cap a thread, so that more warps fit; None leaves it to the compiler.
+
     Few warps a program: one needs no barrier, and a reduction is a few shuffles.
     """
 
     num_warps: int
     rows: int = 4
     per_program: int = 1
+    max_registers: int | None = None
 
     @property
     def run(self) -> int:
@@ -43,7 +46,7 @@ _JUDGE = {"sm_90": Launch(1), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
 _CLOSE = {"sm_90": Launch(1, rows=4, per_program=8), "cpu": Launch(16, rows=4)}
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
-_SEARCH = {"sm_90": Search(16, 1024, 4), "cpu": Search(32, 1024, 8)}
+_SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)
 
 
