@@ -25,6 +25,7 @@ from coordinator.policy import SharedPolicy
 from coordinator.service import SERVICE_NAME, GenerationServicer, Parts
 from coordinator.tenants import Tenants
 from protos.specmesh.v1 import generation_pb2_grpc
+from specmesh.allocator import keep_freed_memory
 from specmesh.config import CoordinatorSettings
 from specmesh.errors import ConfigError, NotReady
 from specmesh.metrics import CoordinatorMetrics
@@ -80,6 +81,7 @@ class CoordinatorReplica:
         Raises ConfigError (a taken port, unreadable files) or ModelMismatch (a replica with another
         model or vocabulary); everything opened so far is closed then.
         """
+        keep_freed_memory()  # decisions made here, and audits, work on rows of the vocabulary
         try:
             await self._start()
         except BaseException:

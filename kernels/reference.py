@@ -13,6 +13,7 @@ Attention and layer references are in `kernels/reference_attention.py` and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -59,26 +60,30 @@ def _philox_calls(
     if word0.size <= 8:  # a few calls are cheaper one by one
         counters = ((word, position, base_len, int(purpose)) for word in word0.tolist())
         return np.array([philox(seed, counter) for counter in counters], dtype=np.uint64)
-    c0 = word0.astype(np.uint64)
-    c1 = np.full_like(c0, position & WORD_MASK)
-    c2 = np.full_like(c0, base_len & WORD_MASK)
-    c3 = np.full_like(c0, int(purpose))
-    product_0, product_1 = np.empty_like(c0), np.empty_like(c0)
-    low, high = np.uint64(WORD_MASK), np.uint64(32)
-    k0, k1 = seed & WORD_MASK, (seed >> 32) & WORD_MASK
-    for _ in range(NUM_ROUNDS):
-        np.multiply(c0, np.uint64(MULTIPLIER_0), out=product_0)
-        np.multiply(c2, np.uint64(MULTIPLIER_1), out=product_1)
-        np.right_shift(product_1, high, out=c0)
-        c0 ^= c1
-        c0 ^= np.uint64(k0)
-        np.right_shift(product_0, high, out=c2)
-        c2 ^= c3
-        c2 ^= np.uint64(k1)
-        np.bitwise_and(product_1, low, out=c1)
-        np.bitwise_and(product_0, low, out=c3)
-        k0, k1 = (k0 + WEYL_0) & WORD_MASK, (k1 + WEYL_1) & WORD_MASK
-    return np.stack((c0, c1, c2, c3), axis=-1)
+    even, odd = np.empty((2, 2, word0.size), np.uint64)  # counter words (0, 2) and (1, 3)
+    even[0], even[1], odd[0], odd[1] = word0, base_len, position, int(purpose)
+    product = np.empty_like(even)
+    crossed = product[::-1]  # each half takes the other half's product
+    for key in _round_keys(seed):
+        np.multiply(even, _MULTIPLIERS, out=product)
+        np.right_shift(crossed, _WORD_BITS, out=even)
+        even ^= odd
+        even ^= key
+        np.bitwise_and(crossed, _WORD, out=odd)
+    return np.stack((even[0], odd[0], even[1], odd[1]), axis=-1)
+
+
+_MULTIPLIERS = np.array([[MULTIPLIER_0], [MULTIPLIER_1]], dtype=np.uint64)
+_WORD, _WORD_BITS = np.uint64(WORD_MASK), np.uint64(32)
+
+
+@functools.lru_cache(maxsize=256)
+def _round_keys(seed: int) -> np.ndarray:
+    """The key of every round, uint64 [NUM_ROUNDS, 2, 1]."""
+    steps = np.arange(NUM_ROUNDS, dtype=np.uint64)
+    low = (np.uint64(seed & WORD_MASK) + steps * np.uint64(WEYL_0)) & _WORD
+    high = (np.uint64(seed >> 32) + steps * np.uint64(WEYL_1)) & _WORD
+    return np.stack((low, high), axis=-1)[:, :, None]
 
 
 def uniform(words: Tensor) -> Tensor:
@@ -226,8 +231,10 @@ def shape(
     is one-hot at the argmax, lowest id on ties. Keeps the dtype of `logits`.
     Raises FloatingPointError when a logit of a real id is NaN or +inf, or none is finite.
     """
-    scores = logits.clone()
-    scores[vocab_size:] = -torch.inf
+    scores = logits
+    if vocab_size < logits.numel() or suppressed:
+        scores = logits.clone()
+        scores[vocab_size:] = -torch.inf
     top = float(scores.max())  # NaN propagates through max
     if not math.isfinite(top):
         raise FloatingPointError(f"logits have no finite maximum (it is {top})")
@@ -240,7 +247,7 @@ def shape(
         greedy = torch.zeros_like(scores)
         greedy[lowest_argmax(scores)] = 1.0
         return greedy
-    weights = torch.exp((scores - top) / shaping.temperature)
+    weights = (scores - top).div_(shaping.temperature).exp_()
     if 0 < shaping.top_k < vocab_size:
         weights = weights * (scores >= torch.topk(scores, shaping.top_k).values[-1])
     if shaping.top_p < 1.0:
@@ -252,22 +259,23 @@ def shape(
 
 def _top_p_threshold(weights: Tensor, top_p: float) -> Tensor:
     """The smallest weight that nucleus truncation keeps: mass strictly above it < top_p * total."""
-    row_total = total(weights)
-    largest = weights[_heavy_ids(weights, (1.0 - top_p) * row_total)].sort(descending=True).values
+    row_total = float(total(weights))
+    heavy = _heavy_ids(weights, (1.0 - top_p) * row_total)
+    largest = weights[heavy].sort(descending=True).values
     mass_through = largest.to(torch.float64).cumsum(0)
     beyond = (mass_through >= top_p * row_total).nonzero()
     # None when top_p is so near 1 that rounding leaves the whole row below the bound: keep all.
     return largest[beyond[0, 0]] if beyond.numel() else largest[-1]
 
 
-def _heavy_ids(weights: Tensor, dispensable_mass: Number) -> Tensor:
+def _heavy_ids(weights: Tensor, dispensable_mass: float) -> Tensor:
     """Ids (int64, ascending) whose weight alone reaches dispensable_mass / n, zeros left out.
 
     The others weigh less than dispensable_mass together, so a smallest set that may leave out
     that much never needs them: exact, and a peaked row costs no full sort.
     """
-    needed = (weights > 0) & (weights >= dispensable_mass / weights.numel())
-    return torch.from_numpy(np.flatnonzero(needed.numpy()))
+    least = max(dispensable_mass / weights.numel(), math.ulp(0.0))
+    return torch.from_numpy(np.flatnonzero(weights.numpy() >= least))
 
 
 def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor, Tensor, float]:
@@ -277,18 +285,33 @@ def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor
     the mass dropped. Of ids tied at the smallest weight kept, the lowest stay. Returns (ids int64
     ascending, weights at those ids, mass really dropped).
     """
-    row_total = float(total(weights))
-    heavy = _heavy_ids(weights, dropped_mass * row_total)
-    if heavy.numel() > max_ids:  # selecting is cheaper than sorting the thousands of a flat row
-        entries = weights[heavy].numpy()
-        least = np.partition(entries, -max_ids)[-max_ids]
-        heavy = heavy[torch.from_numpy(entries >= least)]
-    largest, order = weights[heavy].sort(descending=True, stable=True)
-    mass_through = largest[:max_ids].to(torch.float64).cumsum(0)
-    enough = (mass_through >= (1.0 - dropped_mass) * row_total).nonzero()
-    num_kept = int(enough[0, 0]) + 1 if enough.numel() else mass_through.numel()
-    ids = heavy[order[:num_kept]].sort().values
-    return ids, weights[ids], max(0.0, 1.0 - float(mass_through[num_kept - 1]) / row_total)
+    row_total = float(weights.sum(dtype=torch.float64))
+    ids = _heavy_ids(weights, dropped_mass * row_total)
+    kept = weights[ids]
+    if ids.numel() > max_ids:  # selecting is cheaper than sorting the thousands of a flat row
+        least = float(np.partition(kept.numpy(), -max_ids)[-max_ids])
+        ids, kept = _drop_lightest(ids, kept, least, ids.numel() - max_ids)
+    mass = float(kept.sum(dtype=torch.float64))
+    if mass >= (1.0 - dropped_mass) * row_total:
+        largest = kept.sort(descending=True).values
+        mass_through = largest.to(torch.float64).cumsum(0)
+        enough = (mass_through >= (1.0 - dropped_mass) * row_total).nonzero()
+        num_kept = int(enough[0, 0]) + 1 if enough.numel() else kept.numel()
+        least, num_dropped = float(largest[num_kept - 1]), kept.numel() - num_kept
+        ids, kept = _drop_lightest(ids, kept, least, num_dropped)
+        mass = float(mass_through[num_kept - 1])
+    return ids, kept, max(0.0, 1.0 - mass / row_total)
+
+
+def _drop_lightest(
+    ids: Tensor, weights: Tensor, least: float, num_dropped: int
+) -> tuple[Tensor, Tensor]:
+    """Drop num_dropped entries: those below `least`, then the highest ids that equal it."""
+    stays = weights >= least
+    surplus = num_dropped - (ids.numel() - int(stays.sum()))
+    if surplus:
+        stays[(weights == least).nonzero()[-surplus:, 0]] = False
+    return ids[stays], weights[stays]
 
 
 def total(row: Row) -> Number:

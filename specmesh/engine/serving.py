@@ -22,6 +22,7 @@ import grpc
 import torch
 
 from protos.specmesh.v1 import session_pb2
+from specmesh.allocator import keep_freed_memory
 from specmesh.config import DraftSettings, EngineSettings, ServerSettings, TargetSettings
 from specmesh.engine.commands import Observers
 from specmesh.engine.links import LinkOptions, LinkServer
@@ -235,6 +236,7 @@ def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
     instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
     configure_logging(side.name, instance_id, settings.telemetry.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     if settings.engine.num_threads is not None:
         torch.set_num_threads(settings.engine.num_threads)
 
