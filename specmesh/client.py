@@ -136,12 +136,16 @@ class AsyncClient:
     ) -> None:
         """`addresses`: `host:port` of each coordinator replica (or one name that resolves to all).
 
-        Plaintext unless `credentials` are given. Opens no connection yet.
+        Plaintext unless `credentials` are given. Opens no connection yet. Raises InvalidRequest.
         """
         self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self._addresses:
             raise InvalidRequest("no coordinator address is given", field="addresses")
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        # The newline at the end of a key file is no part of the key.
+        key = (api_key or "").strip()
+        if not all("!" <= character <= "~" for character in key):
+            raise InvalidRequest("holds what no header may: only visible ASCII", field="api_key")
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
         self._retry = retry or RetryPolicy()
         self._limits = limits or RpcLimits()
         self._credentials = credentials
@@ -285,7 +289,11 @@ class Client:
             target=self._loop.run_forever, name="specmesh-client", daemon=True
         )
         self._thread.start()
-        self._client = self._run(_construct(addresses, options))
+        try:
+            self._client = self._run(_construct(addresses, options))
+        except BaseException:
+            self._end_loop()
+            raise
 
     def __enter__(self) -> Self:
         """Return the client itself."""
@@ -306,6 +314,9 @@ class Client:
             return
         self._run(self._client.close())
         self._run(self._loop.shutdown_asyncgens())  # streams that were left without being closed
+        self._end_loop()
+
+    def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -17,7 +17,7 @@ import typer
 
 from specmesh.cli import bench, demo, generate, health, plan, settings, trace, up
 from specmesh.cli.outcome import ExitCode, exit_code, help_text
-from specmesh.cli.output import stderr
+from specmesh.cli.output import stderr, writable_streams
 from specmesh.errors import SpecmeshError
 
 DEBUG_FLAG = "--debug"
@@ -60,6 +60,7 @@ def _options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code (`specmesh/cli/outcome.py`). Never raises."""
     args = list(sys.argv[1:] if argv is None else argv)
+    writable_streams()
     try:
         return _run(args)
     except BrokenPipeError:
@@ -90,6 +91,9 @@ def _run(args: list[str]) -> int:
         if hasattr(error, "format_message"):  # typer's and click's usage errors
             _explain(f"{error.format_message()} (specmesh --help lists commands and flags)", debug)
             return ExitCode.USAGE
+        if isinstance(error, OSError) and error.strerror:  # a full disk, a folder not to be written
+            _explain(f"{error.filename or 'output'}: {error.strerror}", debug)
+            return ExitCode.SETUP
         again = "" if debug else f" (specmesh {DEBUG_FLAG} ... shows where)"
         _explain(f"unexpected {type(error).__name__}: {error}{again}", debug)
         return ExitCode.BUG

@@ -108,6 +108,8 @@ def generate(
 ) -> None:
     """Generate text and stream it to standard output."""
     request = options.request(_prompt(prompt, file, token_ids, raw=raw, system=system))
+    if resume_round and resume_token_ids is None:
+        raise InvalidRequest("needs --resume-token-ids", field="resume_round")
     if resume_token_ids is not None:
         request.resume_token_ids.extend(_ids(resume_token_ids, "resume_token_ids"))
         request.resume_round = resume_round

@@ -6,7 +6,9 @@ Text of the model never passes through markup.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,19 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
     return Console(stderr=stderr, highlight=False, soft_wrap=width is not None, width=width)
+
+
+def writable_streams() -> None:
+    """Let writing never fail on a character or on a stream that the caller closed.
+
+    What a terminal's encoding cannot show appears as `?`; text of the model may hold anything.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the process's life
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def write_text(text: str) -> None:

@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
 LOCAL_CACHE = Path(".specmesh")
 SERVICES = ("coordinator", "draft", "target")
+MAX_PORT = 65535
 
 
 def default_cache_dir() -> Path:
     """`.specmesh` of the current folder where there is one, else `specmesh` in the user's cache."""
     if LOCAL_CACHE.is_dir():
         return LOCAL_CACHE
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specmesh"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "specmesh"
+    try:
+        return Path.home() / ".cache" / "specmesh"
+    except RuntimeError as error:  # no HOME, and a user that the system does not know
+        raise ConfigError("there is no home folder: choose one with --cache-dir") from error
 
 
 def resolve_models(
@@ -118,10 +124,18 @@ def up(
     draft: Path | None = typer.Option(None, "--draft", help="Draft model, likewise."),
     no_draft: bool = typer.Option(False, "--no-draft", help="Serve the target alone."),
     port: int = typer.Option(
-        PORTS["coordinator"], "--port", "--coordinator-port", help="Public port; 0: any free one."
+        PORTS["coordinator"],
+        *("--port", "--coordinator-port"),
+        min=0,
+        max=MAX_PORT,
+        help="Public port; 0: any free one.",
     ),
-    draft_port: int = typer.Option(PORTS["draft"], "--draft-port", help="0: any free one."),
-    target_port: int = typer.Option(PORTS["target"], "--target-port", help="0: any free one."),
+    draft_port: int = typer.Option(
+        PORTS["draft"], "--draft-port", min=0, max=MAX_PORT, help="0: any free one."
+    ),
+    target_port: int = typer.Option(
+        PORTS["target"], "--target-port", min=0, max=MAX_PORT, help="0: any free one."
+    ),
     num_draft_tokens: int | None = typer.Option(
         None, "-k", "--num-draft-tokens", help="Candidates a round; default: the policy chooses."
     ),

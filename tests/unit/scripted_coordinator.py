@@ -34,6 +34,7 @@ class Script:
     prompt_tokens: Sequence[int] = (5,)  # by attempt; the last one repeats
     hang: bool = False
     bare_status: grpc.StatusCode | None = None
+    text: str = ""  # of every round; empty: its ids in brackets
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -86,7 +87,7 @@ class _Servicer(generation_pb2_grpc.GenerationServiceServicer):
             for sample in range(num_samples):
                 if index < request.resume_round:
                     continue
-                text = "".join(f"<{token_id}>" for token_id in ids)
+                text = script.text or "".join(f"<{token_id}>" for token_id in ids)
                 chunk = pb.Chunk(index=sample, token_ids=ids, text=text, round=index)
                 yield pb.GenerateResponse(chunk=chunk)
         if script.hang:

@@ -265,6 +265,81 @@ def test_the_cache_folder_is_the_local_one_where_it_exists(
     assert up.default_cache_dir() == Path(".specmesh")
 
 
+def test_without_any_home_the_cache_folder_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that a container's unknown user without HOME is told which flag to give."""
+
+    def homeless(cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert main(["up"]) == ExitCode.SETUP
+    assert "--cache-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--port", "--draft-port", "--target-port"])
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be_is_a_wrong_flag(flag: str, port: str) -> None:
+    """Proves that a number that is no port ends with the code of wrong flags."""
+    assert main(["up", flag, port]) == ExitCode.USAGE
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that what the system refuses is one line with the path, and not called a bug."""
+    file = tmp_path / "file"
+    file.write_text("")
+    target = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(up, "resolve_models", lambda *_, **__: (target, target))
+        ports = ["--port", "0", "--draft-port", "0", "--target-port", "0"]
+        assert main(["up", *ports, "--cache-dir", str(file)]) == ExitCode.SETUP
+    error = capsys.readouterr().err
+    assert f"{file}/logs: Not a directory" in error
+
+
+PLAN = ["plan", "--rates", ".8", "--decode", "10", "--draft", "1", "--verify", "12"]
+
+
+def test_a_full_disk_under_standard_output_is_no_bug() -> None:
+    """Proves that output which cannot be written ends with the code of what the system lacks."""
+    code = f"import sys; from specmesh.cli import main; sys.exit(main({[*PLAN, '--json']}))"
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert found.returncode == ExitCode.SETUP, found.stderr
+    assert "No space left on device" in found.stderr
+
+
+def test_closed_streams_and_other_encodings_lose_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Proves that a command runs with its output closed, and that no character stops it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(PLAN) == ExitCode.OK
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
+    script = Script(rounds=[(11,)], text="\u00e9\U0001f600!")
+    with serving(script) as address:
+        assert main(["generate", "hi", "--address", address]) == ExitCode.OK
+    assert content.getvalue() == b"??!\n"
+
+
+def test_rounds_to_resume_need_their_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves that --resume-round alone is refused and not left out of the request."""
+    assert main(["generate", "hi", "--resume-round", "2", "--seed", "1"]) == ExitCode.USAGE
+    assert "--resume-token-ids" in capsys.readouterr().err
+
+
 def test_settings_of_a_service_become_its_flags() -> None:
     """Proves that --set target.engine.num_pages=9 is the target's --engine.num-pages 9."""
     flags = up.settings_flags(["target.engine.num_pages=9", "coordinator.model_name=a=b"])

@@ -159,7 +159,7 @@ def test_a_closed_synchronous_client_says_so() -> None:
             next(events)
         with pytest.raises(Cancelled, match="client is closed"):
             client.generate("hi")
-        assert script.cancelled.wait(10)
+    assert len(script.requests) == 1
 
 
 def test_another_replica_is_tried_and_must_serve_the_same_model() -> None:
@@ -239,6 +239,22 @@ def test_the_api_key_travels_as_bearer_token() -> None:
     with serving(script) as address, Client(address, api_key="s3", retry=QUICK) as client:
         client.generate("hi")
     assert [metadata["authorization"] for metadata in script.metadata] == ["Bearer s3"] * 2
+
+
+def test_an_api_key_is_what_a_header_can_hold() -> None:
+    """Proves that a key file's newline is left off, and that a bad key is named, never shown."""
+    script = Script()
+    with serving(script) as address:
+        with Client(address, api_key="s3\n") as client:
+            client.generate("hi")
+        for bad in ("s3cr\u00e9t", "s3\nx: y", "s3 s4", "s3\x00"):
+            with pytest.raises(InvalidRequest) as caught:
+                Client(address, api_key=bad)
+            assert caught.value.field == "api_key"
+            assert bad not in str(caught.value)
+    assert [metadata["authorization"] for metadata in script.metadata] == ["Bearer s3"]
+    names = [thread.name for thread in threading.enumerate()]
+    assert "specmesh-client" not in names  # a client that was not made leaves no thread
 
 
 def test_every_kind_of_prompt_and_every_option_reaches_the_message() -> None:
