@@ -2,7 +2,7 @@
 
 Owns one bidirectional stream: it reads frames and hands their commands to the engine, and sends
 each engine step's results as one frame (several where they would pass the size limit). A peer that
-reads too slowly loses its link. Must not know what commands mean.
+reads too slowly, or writes without end, loses its link. Must not know what commands mean.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ class ServiceLink:
         async for frame in requests:
             if not self._is_open:
                 return
-            if frame.commands:
-                self._engine.submit(self, frame.commands)
+            if frame.commands and not self._engine.submit(self, frame.commands):
+                logger.warning("link ended: its peer floods it", extra={"group": self.group})
+                self.fail(TooBusy("commands came without end", retry_after_s=1.0))
+                return
         self._engine.finish_link(self)
 
 

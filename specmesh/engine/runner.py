@@ -31,6 +31,7 @@ from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 logger = logging.getLogger(__name__)
 
 EXPIRY_PERIOD_S = 1.0  # how often idle sessions are looked for
+FLOOD_FACTOR = 4  # unread commands, as a multiple of those that may wait, before a link is ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,22 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, link: Link, commands: Sequence[Any]) -> None:
-        """Hand in one frame's commands, in order. Never blocks; too many are answered TOO_BUSY."""
+    def submit(self, link: Link, commands: Sequence[Any]) -> bool:
+        """Hand in one frame's commands, in order. Never blocks; too many are answered TOO_BUSY.
+
+        False, and nothing taken, where even those answers would pile up: the peer does not wait
+        for any.
+        """
         arrived_ns = self._observers.clock_ns()
+        most = self._options.max_waiting_commands
         with self._submit_lock:
-            room = self._options.max_waiting_commands - self.num_waiting
+            num_unread = self._num_submitted - self._desk.num_answered
+            if num_unread and num_unread + len(commands) > FLOOD_FACTOR * most:
+                return False
+            room = most - self.num_waiting
             self._num_submitted += len(commands)
         self._inbox.put(lambda: self._accept(link, commands, arrived_ns, room))
+        return True
 
     def end_link(self, link: Link) -> None:
         """Close a link's sessions once the pass in flight has ended."""

@@ -11,7 +11,7 @@ import pytest
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
 from specmesh import rpc
 from specmesh.engine.links import split_by_bytes
-from specmesh.engine.runner import EngineOptions
+from specmesh.engine.runner import FLOOD_FACTOR, EngineOptions
 from specmesh.engine.serving import ServiceState
 from specmesh.errors import NotReady, TooBusy
 from target_service.service import TargetServicer
@@ -104,6 +104,39 @@ async def test_too_many_commands_are_told_to_come_back() -> None:
         assert {answer.session_id for answer in busy} == {"s4"}
         assert all(answer.error.retry_after_us > 0 for answer in busy)
         assert "closed" in {answer.WhichOneof("result") for answer in answers}
+
+
+async def test_a_peer_that_writes_without_end_loses_its_link() -> None:
+    """While the device works, commands that nobody has read are bounded, closes included; another
+    link's are not taken for its."""
+    model = PrefixDecoder(VOCAB)
+    entered, release = threading.Event(), threading.Event()
+    setup = Setup(options=EngineOptions(max_waiting_commands=3))
+    async with running("target", model, setup) as service, linked(service) as link:
+        script = Script("target", "s", list(PROMPT))
+        await link.call(script.open())
+
+        def hold() -> None:
+            entered.set()
+            assert release.wait(30)
+
+        model.before_pass = hold
+        await link.send(script.verify())
+        await asyncio.to_thread(entered.wait)
+        for _ in range(FLOOD_FACTOR * 3):
+            await link.send(Script("target", "x", [1]).close())
+        await submitted(service, 2 + FLOOD_FACTOR * 3)
+        await link.send(Script("target", "x", [1]).close())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(link.stream)
+        assert type(rpc.error_from_rpc(caught.value)) is TooBusy
+        assert service.engine._num_submitted == 2 + FLOOD_FACTOR * 3
+        model.before_pass = lambda: None
+        release.set()
+        async with linked(service) as other:
+            again = Script("target", "again", list(PROMPT))
+            await other.call(again.open())
+            assert reason(await other.call(again.verify())) == ""
 
 
 async def test_one_session_cannot_queue_without_bound() -> None:
