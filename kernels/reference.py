@@ -49,17 +49,17 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
     """
     words = _philox_calls(seed, word0.numpy(), position, base_len, purpose)
-    return torch.from_numpy(words.view(np.int64))
+    return torch.from_numpy(words.astype(np.int64))
 
 
 def _philox_calls(
     seed: int, word0: np.ndarray, position: int, base_len: int, purpose: int
 ) -> np.ndarray:
-    """Words uint64 [n, 4]. In numpy, in place: torch has no full uint64 arithmetic, and this is the
+    """Words uint32 [n, 4]. In numpy, in place: torch has no full uint64 arithmetic, and this is the
     hot loop of a draw on a CPU."""
     if word0.size <= 8:  # a few calls are cheaper one by one
         counters = ((word, position, base_len, int(purpose)) for word in word0.tolist())
-        return np.array([philox(seed, counter) for counter in counters], dtype=np.uint64)
+        return np.array([philox(seed, counter) for counter in counters], dtype=np.uint32)
     even, odd = np.empty((2, 2, word0.size), np.uint64)  # counter words (0, 2) and (1, 3)
     even[0], even[1], odd[0], odd[1] = word0, base_len, position, int(purpose)
     product = np.empty_like(even)
@@ -70,7 +70,9 @@ def _philox_calls(
         even ^= odd
         even ^= key
         np.bitwise_and(crossed, _WORD, out=odd)
-    return np.stack((even[0], odd[0], even[1], odd[1]), axis=-1)
+    words = np.empty((word0.size, 4), np.uint32)
+    words[:, 0], words[:, 1], words[:, 2], words[:, 3] = even[0], odd[0], even[1], odd[1]
+    return words
 
 
 _MULTIPLIERS = np.array([[MULTIPLIER_0], [MULTIPLIER_1]], dtype=np.uint64)
@@ -122,6 +124,9 @@ def _race_uniforms(
     if last - first < ids.size:  # one call per four ids of the span
         calls = np.arange(first, last + 1)
         words = _philox_calls(seed, calls, position, base_len, purpose).reshape(-1)
+        start = int(ids[0]) - 4 * first
+        if int(ids[-1]) - int(ids[0]) + 1 == ids.size:  # every id of the span runs
+            return _to_uniform(words[start : start + ids.size])
         return _to_uniform(words[ids - 4 * first])
     words = _philox_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
     return _to_uniform(words[np.arange(ids.size), ids & 3])
@@ -148,12 +153,14 @@ def race(
     normaliser and no prefix sum, so batch, tile and support encoding cannot change the draw.
     Raises ValueError when no weight is positive.
     """
-    entries = weights.numpy()
-    runners = np.flatnonzero(entries > 0)
-    if runners.size == 0:
+    running = weights.numpy()
+    token_ids = np.arange(running.size) if ids is None else ids.numpy()
+    may_win = running > 0
+    if not may_win.all():
+        running, token_ids = running[may_win], token_ids[may_win]
+    if running.size == 0:
         raise ValueError("a race needs at least one positive weight")
-    running = entries[runners].astype(np.float64)
-    token_ids = runners if ids is None else ids.numpy()[runners]
+    running = running.astype(np.float64, copy=False)
     uniforms = _race_uniforms(seed, token_ids, position, base_len, purpose).astype(np.float64)
     # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
     # real finish need the logarithm. The winner and its ties are always among them.
