@@ -22,6 +22,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer as FastTokenizer
 
 from specmesh.errors import ConfigError, InvalidRequest
+from specmesh.model_fields import read_object, token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -159,13 +160,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as broken:
-        raise ConfigError(f"{path} is not valid JSON: {broken}") from broken
-    return content if isinstance(content, dict) else {}
+    return read_object(path) if path.is_file() else {}
 
 
 # ---------------------------------------------------------------- bytes of tokens
@@ -246,7 +241,7 @@ def _eos_ids(folder: Path, backend: FastTokenizer, config: Mapping[str, Any]) ->
     for name in ("generation_config.json", "config.json"):
         found = _read_optional(folder / name).get("eos_token_id")
         if found is not None:
-            ends.update(found if isinstance(found, list) else [found])
+            ends.update(token_ids(found, f"eos_token_id of {name}"))
             break
     text = _text_of(config.get("eos_token"))
     if text is not None and (token_id := backend.token_to_id(text)) is not None:

@@ -7,7 +7,6 @@ supported. Must not know weights or devices. A new family of the Llama shape is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,25 @@ from typing import Any, Literal
 
 from kernels.reference_layers import Rope
 from specmesh.errors import ConfigError
+from specmesh.model_fields import MAX_COUNT, count, number, read_object, token_ids
 
 Config = Mapping[str, Any]
 
 # What Mistral and Qwen2 configurations mean where they leave the field out.
 DEFAULT_WINDOW = 4096
 DEFAULT_FIRST_WINDOW_LAYER = 28
+MAX_LAYERS = 4096
+# Numbers of a rotary scaling, with the least that the formulas take.
+ROPE_NUMBERS = {
+    "factor": 1e-6,
+    "low_freq_factor": 0.0,
+    "high_freq_factor": 0.0,
+    "beta_fast": 1e-6,
+    "beta_slow": 1e-6,
+    "attention_factor": 0.0,
+    "mscale": 0.0,
+    "mscale_all_dim": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is missing: a model folder holds config.json, tokenizer.json and *.safetensors"
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as broken:
-        raise ConfigError(f"{path} is not valid JSON: {broken}") from broken
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, expected a JSON object")
-    return content
+    return read_object(path)
 
 
 def spec_from_config(
@@ -114,15 +120,12 @@ def spec_from_config(
     """Interpret a Hugging Face configuration. Raises ConfigError for anything unsupported."""
     family, architecture = _family(config)
     _refuse_unsupported(config)
-    try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        num_layers, num_embeddings = int(config["num_hidden_layers"]), int(config["vocab_size"])
-        intermediate = int(config["intermediate_size"])
-        max_context_len = int(config["max_position_embeddings"])
-    except (KeyError, TypeError, ValueError) as missing:
-        raise ConfigError(f"config.json of a {architecture}: no usable {missing}") from missing
-    head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    num_layers = count(config, "num_hidden_layers", high=MAX_LAYERS)
+    num_embeddings = count(config, "vocab_size")
+    max_context_len = count(config, "max_position_embeddings")
+    head_dim = count(config, "head_dim", family.default_head_dim or hidden // heads)
+    kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(
             f"{heads} query heads over {kv_heads} key/value heads of width {head_dim}: expected "
@@ -139,12 +142,12 @@ def spec_from_config(
         vocab_size=num_embeddings if vocab_size is None else vocab_size,
         num_embeddings=num_embeddings,
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        intermediate_size=count(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=number(config, "rms_norm_eps", 1e-6, 0.0, 1.0),
         rope=_rope(config, family, head_dim, max_context_len),
         max_context_len=max_context_len,
         windows=_windows(config, family, num_layers),
@@ -153,23 +156,21 @@ def spec_from_config(
         out_bias=attention_bias and family.qkv_bias is None,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bos_id=config.get("bos_token_id"),
-        eos_ids=_as_ids(ends),
+        bos_id=next(iter(token_ids(config.get("bos_token_id"), "bos_token_id")), None),
+        eos_ids=token_ids(ends, "eos_token_id"),
     )
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(sorted(set(value))) if isinstance(value, list) else (value,)
 
 
 def _family(config: Config) -> tuple[Family, str]:
     names = config.get("architectures") or []
-    for name in names:
+    if not isinstance(names, list):
+        names = [names]
+    for name in map(str, names):
         if name in FAMILIES:
             return FAMILIES[name], name
-    found = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
+    found = (
+        ", ".join(str(name) for name in names) or f"none (model_type {config.get('model_type')!r})"
+    )
     raise ConfigError(f"unsupported architecture: {found}; {SUPPORTED}")
 
 
@@ -195,18 +196,21 @@ def _refuse_unsupported(config: Config) -> None:
 def _windows(config: Config, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer: from layer_types where given, else from the family's fields."""
     window = config.get("sliding_window", DEFAULT_WINDOW)
+    if window is not None:
+        window = int(number(config, "sliding_window", DEFAULT_WINDOW, 1, MAX_COUNT))
     if family.window == "never" or (
         family.window == "flagged" and not config.get("use_sliding_window", False)
     ):
         window = None
-    if window is not None and int(window) < 1:
-        raise ConfigError(f"sliding_window {window} is not a positive number of tokens")
     if window is None or family.window == "always":
         return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER))
+        first = number(config, "max_window_layers", DEFAULT_FIRST_WINDOW_LAYER, 0, MAX_COUNT)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list):
+        raise ConfigError(f"layer_types is {kinds!r}, expected a list")
+    kinds = [str(kind) for kind in kinds]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != num_layers:
         raise ConfigError(
@@ -218,31 +222,34 @@ def _windows(config: Config, family: Family, num_layers: int) -> tuple[int | Non
 
 def _rope(config: Config, family: Family, head_dim: int, max_context_len: int) -> Rope:
     """Rotary embedding: `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old)."""
-    fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(fields.get("rope_theta") or config.get("rope_theta") or family.default_theta)
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(fields, dict):
+        raise ConfigError(f"config.json: rotary parameters are {fields!r}, expected an object")
+    # Some fields may stand in either place.
+    both = {**config, **{name: value for name, value in fields.items() if value is not None}}
+    theta = number(both, "rope_theta", family.default_theta, 1.001, 1e12)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(f"unsupported rotary scaling {kind!r}; {SUPPORTED}")
-    share = float(fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    names = (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    )
-    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    rotary_dim = int(head_dim * number(both, "partial_rotary_factor", 1.0, 0.0, 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"{rotary_dim} of {head_dim} dimensions rotate, expected an even number")
+    given: dict[str, Any] = {
+        name: number(fields, name, None, low, 1e9)
+        for name, low in ROPE_NUMBERS.items()
+        if fields.get(name) is not None
+    }
+    if fields.get("truncate") is not None:
+        given["truncate"] = bool(fields["truncate"])
     if kind != "default" and "factor" not in given:
         raise ConfigError(f"rotary scaling {kind!r} needs a factor")
-    original = fields.get("original_max_position_embeddings") or max_context_len
+    low, high = given.get("low_freq_factor", 1.0), given.get("high_freq_factor", 4.0)
+    if kind == "llama3" and low >= high:
+        raise ConfigError(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return Rope(
         theta=theta,
-        rotary_dim=int(head_dim * share),
+        rotary_dim=rotary_dim,
         kind=kind,
-        original_context_len=int(original),
+        original_context_len=count(fields, "original_max_position_embeddings", max_context_len),
         **given,
     )

@@ -33,7 +33,11 @@ def weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise ConfigError(f"{index} has no weight_map")
-        files = [folder / str(name) for name in sorted(set(shards.values()))]
+        names = {str(name) for name in shards.values()}
+        strangers = [name for name in names if Path(name).name != name]
+        if strangers:  # nothing outside the folder is read
+            raise ConfigError(f"{index} names {strangers[0]!r}, expected files of its own folder")
+        files = [folder / name for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(file) for file in files if not file.is_file()]
@@ -74,9 +78,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """`sha256` and `bytes` by file name as checksums.json has them; empty without one."""
+    """`sha256` and `bytes` by file name as checksums.json has them; empty without one.
+
+    Raises ConfigError where it holds something else.
+    """
     path = folder / CHECKSUMS_FILE
     files = read_json(path).get("files", {}) if path.is_file() else {}
+    if not isinstance(files, dict) or not all(isinstance(of, dict) for of in files.values()):
+        raise ConfigError(f"{path}: files should map names to sha256 and bytes")
     return dict(files)
 
 

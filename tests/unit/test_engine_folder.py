@@ -1,6 +1,7 @@
 """Model folders: what is refused and how, GGUF conversion, the cache, and whether a pair fits."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from specmesh.engine.decoder import load_decoder
 from specmesh.engine.families import read_spec, spec_from_config
 from specmesh.engine.gguf import GgufModel
 from specmesh.engine.model_folder import check_pair, compose_draft, convert_gguf, resolve_model
-from specmesh.engine.weights import fingerprint
+from specmesh.engine.weights import fingerprint, recorded_files, weight_files
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import load_tokenizer
 from tests.unit.tiny_models import PackedRun, random_tokens, reference_logits, save, tiny_model
@@ -49,14 +50,69 @@ CONFIG = {
         ({"num_experts": 8}, "unsupported feature num_experts = 8"),
         ({"final_logit_softcapping": 30.0}, "unsupported feature final_logit_softcapping"),
         ({"num_key_value_heads": 3}, "4 query heads over 3 key/value heads"),
-        ({"hidden_size": None}, "no usable"),
-        ({"vocab_size": "many"}, "no usable"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"vocab_size": 97.5}, "vocab_size is 97.5"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"architectures": 5}, "unsupported architecture: 5"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "unsupported architecture"),
+        ({"head_dim": math.nan}, "head_dim is nan"),
+        ({"head_dim": "x"}, "head_dim is 'x'"),
+        ({"num_key_value_heads": [[]]}, r"num_key_value_heads is \[\[\]\]"),
+        ({"rms_norm_eps": {}}, r"rms_norm_eps is \{\}"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": 1}, "rope_theta is 1"),
+        ({"rope_parameters": 1.5}, "rotary parameters are 1.5"),
+        ({"rope_parameters": {"rope_theta": math.inf}}, "rope_theta is inf"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor is -1"),
+        ({"partial_rotary_factor": 0.1}, "0 of 8 dimensions rotate"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}},
+            "low_freq_factor 4 is not below",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 0}},
+            "beta_fast is 0",
+        ),
+        ({"rope_scaling": {"original_max_position_embeddings": []}}, "original_max_position"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]"),
+        ({"bos_token_id": -1}, "bos_token_id is -1"),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(change: dict[str, Any], message: str):
     """Each refusal names the field and its value."""
     with pytest.raises(ConfigError, match=message):
         spec_from_config({**CONFIG, **change})
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": 1', "[]", "null", "\x00"])
+def test_files_that_hold_no_object_are_refused(content: str, tmp_path: Path) -> None:
+    """Nesting bombs, cut files and other values are one ConfigError that names the file."""
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", {}, None])
+def test_an_index_of_shards_names_files_of_its_folder(name: Any, tmp_path: Path) -> None:
+    """Nothing outside the model's folder is read, and no shape of the index is an accident."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ConfigError):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("files", [3, ["model.safetensors"], {"model.safetensors": "abc"}])
+def test_checksums_of_another_shape_are_refused(files: Any, tmp_path: Path) -> None:
+    """A record that cannot be compared with is an error, not a folder without a record."""
+    (tmp_path / "checksums.json").write_text(json.dumps({"files": files}))
+    with pytest.raises(ConfigError, match=r"checksums\.json"):
+        recorded_files(tmp_path)
 
 
 def test_refusals_say_what_is_supported() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -177,6 +178,24 @@ def test_vocab_hash_follows_every_id(tmp_path: Path) -> None:
     vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
     (tmp_path / "b" / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(tmp_path / "b").vocab_hash != tokenizer.vocab_hash
+
+
+@pytest.mark.parametrize("value", ["x", -1, [1, None], [[1]], {}, True, 1.5])
+def test_end_ids_that_are_no_ids_are_refused(value: Any, tmp_path: Path) -> None:
+    """A generation_config.json that says nonsense is a ConfigError naming it."""
+    folder = byte_level(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"eos_token_id of generation_config\.json"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "nul"])
+def test_a_broken_tokenizer_config_is_refused(content: str, tmp_path: Path) -> None:
+    """Nesting bombs and other values than an object are a ConfigError naming the file."""
+    folder = byte_level(tmp_path)
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        load_tokenizer(folder)
 
 
 def test_end_ids_come_from_generation_config_first(tmp_path: Path) -> None:
