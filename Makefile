@@ -3,13 +3,14 @@
 # Variables
 #   PYTHON       interpreter the virtual environment is made with (3.11 or newer)
 #   PROMPT       what `make demo` asks
-#   SIM          flags of `make sim`
+#   SEEDS, START  which seeds `make sim` runs
 #   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
 
 PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
 TORCH_INDEX ?=
-SIM ?=
+SEEDS ?= 20000
+START ?= 0
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -46,8 +47,8 @@ fmt: $(VENV)/.installed-dev ## format the code
 protos: $(VENV)/.installed-dev ## generate code from protos/specmesh/v1
 	@$(RUN) -m protos.generate
 
-sim: $(VENV)/.installed-dev ## simulate faults from many seeds; `make sim SIM="--seed N"` replays one
-	@$(RUN) -m tests.sim $(SIM)
+sim: $(VENV)/.installed-dev ## simulate SEEDS runs from seed START, faults in all of them
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.sim --seeds $(SEEDS) --start $(START)
 
 bench: $(VENV)/.installed ## compare the stack with transformers in one run
 	@$(VENV)/bin/specmesh bench --cache-dir $(CACHE)

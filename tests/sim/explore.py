@@ -15,8 +15,9 @@ from typing import Any
 from coordinator.messages import TimerFired
 from protos.specmesh.v1 import generation_pb2 as pb
 from tests.sim import checkers
+from tests.sim.caller import PLACEMENTS, RULES
 from tests.sim.loop import SimLoop
-from tests.sim.options import Setup
+from tests.sim.options import Faults, Setup
 from tests.sim.world import World
 
 STEP_S = 1e-5  # what an event takes: far below every deadline
@@ -93,11 +94,13 @@ class ExploringLoop(SimLoop):
         world = self._world
         if not self._num_faults or world is None or world.callers[0].received.finished:
             return []
-        found: list[tuple[str, Callable[[], None]]] = []
-        for host in (*world.services, *world.coordinators):
-            if host.is_up and not host.address.endswith("1"):  # the spare ones are alike
-                found.append((host.address, lambda host=host: self._crash(host)))
-        found.append(("caller", lambda: world.kill("caller")))
+        hosts = (*world.services, *world.coordinators)
+        found: list[tuple[str, Callable[[], None]]] = [
+            (host.address, lambda host=host: self._crash(host))
+            for host in hosts
+            if host.is_up and not host.address.endswith("1")  # the spare ones are alike
+        ]
+        found.append(("caller", lambda: world.callers[0].interrupt()))
         for handle in sorted(self._scheduled, key=lambda each: each.when()):  # type: ignore[attr-defined]
             fired = handle._args[0] if handle._args else None
             if isinstance(fired, TimerFired) and not handle.cancelled():
@@ -138,6 +141,31 @@ def explore(
         found.failures += [f"{script} {loop.named}: {each}" for each in report.failures[:1]]
         script = following(loop.taken)
     return found
+
+
+def small_run(
+    rule: str, k: int, place: str, num_targets: int = 1
+) -> tuple[Setup, pb.GenerateRequest]:
+    """A request of four tokens: the prompt's round, then two or three more."""
+    setup = Setup(
+        seed=1,
+        vocab_size=3,
+        num_targets=num_targets,
+        num_drafts=1,
+        num_coordinators=1,
+        num_requests=1,
+        num_draft_tokens=k,
+        steady=True,
+        pass_s=0.001,
+        faults=Faults(latency_s=0.001, window_s=0.1),
+    )
+    request = pb.GenerateRequest(max_tokens=4, ignore_eos=True, decide_at=PLACEMENTS[place])
+    request.tokens.token_ids.extend([0, 1])
+    if rule == "greedy":
+        request.temperature = 0.0
+    else:
+        request.seed, request.rule = 11, RULES[rule]
+    return setup, request
 
 
 def following(taken: Sequence[tuple[int, int]]) -> list[int] | None:

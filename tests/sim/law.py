@@ -21,7 +21,7 @@ from torch import Tensor
 from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 from tests.sim.options import Setup
-from tests.sim.world import World
+from tests.sim.world import Crash, World
 
 Options = tuple[tuple[Any, Fraction], ...]
 Law = dict[tuple[int, ...], Fraction]
@@ -115,7 +115,7 @@ def _taped(tape: Tape) -> Iterator[None]:
 
 
 def law_of_system(
-    setup: Setup, request: pb.GenerateRequest, crashes: Sequence[tuple[float, str]]
+    setup: Setup, request: pb.GenerateRequest, crashes: Sequence[Crash]
 ) -> tuple[Law, int]:
     """Law of the tokens that the caller ends up with, and how many runs it took.
 

@@ -15,7 +15,8 @@ class Faults:
     (an old message turns up later, also after its link or epoch ended), delay. Connections: resets,
     partitions, one_way partitions. Processes: crashes of each kind, stalls (a pass takes long).
     Draft content: lie. Memory of a service: forget (an idle session's confirmed tokens are cut),
-    garble (cut, and others in their place), so that the prefixes disagree. Callers: cancel, deadline, client_crash. Pages: num_pages of each service.
+    garble (cut, and others in their place), so that prefixes disagree. Callers: cancel, deadline,
+    client_crash. Page exhaustion and preemption come from `Setup`: pools of few pages.
     """
 
     latency_s: float = 0.002

@@ -1,4 +1,5 @@
-"""Runs many seeds: `python -m tests.sim --seeds N --start S`; `--seed S` replays one."""
+"""Runs many seeds: `python -m tests.sim --seeds N --start S`; `--seed S` replays one, and
+`--explore` runs every order of events of a small session with one fault at every step."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections import Counter
 
 import torch
 
+from tests.sim.explore import Exploration, explore, small_run
 from tests.sim.options import drawn_setup
 from tests.sim.world import Report, World
 
@@ -26,6 +28,34 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
+def explore_one(case: tuple[str, int, str, int]) -> tuple[str, Exploration]:
+    """All orders of one small session, one fault at every step."""
+    rule, k, place, num_targets = case
+    setup, request = small_run(rule, k, place, num_targets)
+    return f"{rule}, k={k}, decided at {place}, {num_targets} targets", explore(setup, request)
+
+
+def explore_all(num_jobs: int) -> int:
+    """Every rule, k, placement and number of targets. Returns 0 only if nothing failed."""
+    cases = [
+        (rule, k, place, num_targets)
+        for rule in ("greedy", "coupled", "residual")
+        for k in (1, 2)
+        for place in ("target", "coordinator")
+        for num_targets in (1, 2)
+    ]
+    num_runs = failed = 0
+    with multiprocessing.get_context("spawn").Pool(num_jobs, _begin) as pool:
+        for name, found in pool.imap_unordered(explore_one, cases):
+            num_runs += found.num_runs
+            failed += len(found.failures)
+            sys.stdout.write(f"{name}: {found.num_runs} runs, by fault {found.faults}\n")
+            sys.stdout.write("".join(f"  {failure}\n" for failure in found.failures[:3]))
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(cases)} sessions, {num_runs} runs, {failed} failures\n")
+    return 1 if failed else 0
+
+
 def main() -> int:
     """Print failing seeds, then one line with the sums. Returns 0 only if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,8 +63,11 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, help="replay this one and show what it did")
+    parser.add_argument("--explore", action="store_true")
     arguments = parser.parse_args()
     _begin()
+    if arguments.explore:
+        return explore_all(arguments.jobs)
     if arguments.seed is not None:
         setup = drawn_setup(arguments.seed)
         report = World(setup).run()

@@ -42,6 +42,15 @@ class Report:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Crash:
+    """Every process of a kind dies at_s after the links came up, and comes back away_s later."""
+
+    at_s: float
+    kind: str
+    away_s: float = 0.05
+
+
 class _Errors(logging.Handler):
     """Production code logs an error where it caught a bug of its own.
 
@@ -71,14 +80,10 @@ class World:
         self,
         setup: Setup,
         requests: list[pb.GenerateRequest] | None = None,
-        crashes: Sequence[tuple[float, str]] = (),
+        crashes: Sequence[Crash] = (),
         loop: SimLoop | None = None,
     ) -> None:
-        """requests: instead of those the seed would draw.
-
-        crashes: (seconds after the links came up, kind of process), beside the drawn faults. What
-        is killed so comes back when the window is over; a caller at once.
-        """
+        """requests: instead of those the seed would draw. crashes: beside the drawn faults."""
         self._crashes = crashes
         self.setup = setup
         self.report = Report(setup.seed)
@@ -111,6 +116,7 @@ class World:
         model = TinyModel(setup.vocab_size, salt=0, own_weight=setup.own_weight)
         self.oracle = Oracle(model, TOKEN_BYTES)
         self._is_over = False
+        self._away: set[str] = set()  # killed, and not back before their time
 
     def run(self) -> Report:
         """Run to the end. Failures are in the report."""
@@ -201,8 +207,8 @@ class World:
             (faults.forget, lambda: self._forget(garble=False)),
             (faults.garble, lambda: self._forget(garble=True)),
         )
-        for when, kind in self._crashes:
-            self.network.later(when, lambda kind=kind: self.kill(kind))
+        for crash in self._crashes:
+            self.network.later(crash.at_s, lambda crash=crash: self.kill(crash))
         for count, inject in kinds:
             for _ in range(count):
                 self.network.later(self.rng.random() * faults.window_s, inject)
@@ -252,16 +258,20 @@ class World:
             host.crash()
             self.network.later(self.rng.choice((0.005, 0.05, 0.3)), lambda: self._restart(host))
 
-    def kill(self, kind: str) -> None:
-        """Kill every process of a kind, or the one of that name. Also what callers do."""
-        if kind == "caller":
+    def kill(self, crash: Crash) -> None:
+        """Kill every process of a kind; what calls comes back at once."""
+        if crash.kind == "caller":
             for caller in self.callers:
                 caller.interrupt()
-        for host in self._hosts(kind):
+        for host in self._hosts(crash.kind):
             host.crash()
+            self._away.add(host.address)
+            self.network.later(crash.away_s, lambda host=host: self._restart(host, is_due=True))
 
-    def _restart(self, host: Any) -> None:
-        if not host.is_up:
+    def _restart(self, host: Any, *, is_due: bool = False) -> None:
+        if is_due:
+            self._away.discard(host.address)
+        if not host.is_up and host.address not in self._away:
             host.start()
 
     def _stall(self) -> None:

@@ -1,0 +1,159 @@
+"""The residual rule keeps the target's law exactly, wherever a fault is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from coordinator.driver import Driver
+from coordinator.messages import Deliver
+from coordinator.protocol import Session
+from draft_service.proposer import Proposer
+from protos.specmesh.v1 import generation_pb2 as pb
+from protos.specmesh.v1 import session_pb2
+from tests.sim.law import NoiseReused, Tape, law_of_system, law_of_target
+from tests.sim.options import Faults, Setup
+from tests.sim.world import Crash
+
+LATENCY_S = 0.001
+HELD_AT_S = 0.0125  # after a round whose ids were held back or not, as their values were
+Crashes = Sequence[Crash]
+
+
+def tiny(max_tokens: int = 4, k: int = 2, place: int = session_pb2.DECIDE_AT_TARGET) -> Any:
+    """Two tokens in the vocabulary, integer weights, nothing random but the draws."""
+    setup = Setup(
+        seed=1,
+        vocab_size=2,
+        num_drafts=1,
+        num_coordinators=1,
+        num_requests=1,
+        num_draft_tokens=k,
+        steady=True,
+        pass_s=0.001,
+        faults=Faults(latency_s=LATENCY_S, window_s=0.3),
+    )
+    request = pb.GenerateRequest(
+        max_tokens=max_tokens,
+        seed=7,
+        rule=session_pb2.DECISION_RULE_RESIDUAL,
+        ignore_eos=True,
+        decide_at=place,
+    )
+    request.tokens.token_ids.extend([0, 1])
+    return setup, request
+
+
+def law_is_kept(setup: Setup, request: pb.GenerateRequest, crashes: Crashes) -> bool:
+    """Whether the law of the system under these crashes equals the target's."""
+    law, num_runs = law_of_system(setup, request, crashes)
+    assert num_runs >= 8, "a run enumerates almost nothing"
+    wanted = law_of_target(setup, request, lambda output: len(output) == request.max_tokens)
+    assert sum(law.values()) == 1
+    return law == wanted
+
+
+@pytest.mark.parametrize("place", [session_pb2.DECIDE_AT_TARGET, session_pb2.DECIDE_AT_COORDINATOR])
+def test_law_without_faults(place: int) -> None:
+    """Coins, residuals and bonuses of the running system, as fractions."""
+    setup, request = tiny(place=place)
+    assert law_is_kept(setup, request, [])
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("target",), ("draft",), ("coordinator",), ("caller",), ("coordinator", "draft")],
+    ids="+".join,
+)
+def test_law_under_a_crash(kinds: tuple[str, ...]) -> None:
+    """Processes die early, in the middle and late in the request."""
+    setup, request = tiny()
+    for at_s in (0.0105, 0.0185):
+        assert law_is_kept(setup, request, crashes_of(kinds, at_s)), at_s
+
+
+def crashes_of(kinds: Sequence[str], at_s: float) -> list[Crash]:
+    """All at once; a draft stays away for the rest of the request."""
+    return [Crash(at_s, kind, 2.0 if kind == "draft" else 0.05) for kind in kinds]
+
+
+def is_found(setup: Setup, request: pb.GenerateRequest, crashes: Crashes) -> bool:
+    """Whether these crashes show another law, or one stream asked for two laws (what was drawn
+    again is what the later tokens were conditioned on)."""
+    try:
+        return not law_is_kept(setup, request, crashes)
+    except AssertionError as objection:
+        return "NoiseReused" in str(objection)
+
+
+def test_ids_held_back_with_their_text_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids must leave when they are confirmed: held back while their text is, they are drawn again
+    after a crash, and only those of some values are."""
+    held: dict[Driver, list[Deliver]] = {}
+    deliver = Driver._deliver
+
+    def holding(self: Driver, action: Deliver) -> None:
+        chunks = held.setdefault(self, [])
+        chunks.append(action)
+        if action.text or self.is_done:
+            for chunk in chunks:
+                deliver(self, chunk)
+            chunks.clear()
+
+    monkeypatch.setattr(Driver, "_deliver", holding)
+    monkeypatch.setitem(Driver._PERFORM, Deliver, holding)
+    finish = Driver._finish
+
+    def flushing(self: Driver, action: Any) -> None:
+        for chunk in held.pop(self, []):
+            deliver(self, chunk)
+        finish(self, action)
+
+    monkeypatch.setitem(
+        Driver._PERFORM, next(t for t in Driver._PERFORM if t.__name__ == "Finish"), flushing
+    )
+    setup, request = tiny()
+    request.stop.append("abbbbbbbb")
+    assert is_found(setup, request, crashes_of(("coordinator", "draft"), HELD_AT_S))
+
+
+def test_a_round_redone_for_its_outcome_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that asks again, without candidates, when none was accepted."""
+    take_verdict = Session._take_verdict
+
+    def impatient(self: Session, event: Any, verdict: Any) -> None:
+        current = self._round
+        outcome = verdict.outcome
+        if current is not None and current.candidates and outcome and not outcome.num_accepted:
+            self.target.reopen()
+            self._go_plain("retry")
+            return
+        take_verdict(self, event, verdict)
+
+    monkeypatch.setattr(Session, "_take_verdict", impatient)
+    assert not law_is_kept(*tiny(max_tokens=3, k=1), [])
+
+
+def test_a_draft_that_stops_at_unlikely_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of candidates must not depend on the value of the one that is dropped: the round
+    then goes on as if that one had been asked for and nothing were known of it."""
+    propose = Proposer._proposal
+
+    def timid(self: Proposer, drafting: Any) -> Any:
+        if drafting.tokens and drafting.tokens[0] == 0:
+            drafting.tokens, drafting.rows = [], []
+        return propose(self, drafting)
+
+    monkeypatch.setattr(Proposer, "_proposal", timid)
+    monkeypatch.setattr("coordinator.drafting.Drafting._fault", lambda self, command, proposal: "")
+    assert not law_is_kept(*tiny(max_tokens=3, k=1), [])
+
+
+def test_noise_used_twice_is_found() -> None:
+    """A stream that is asked for two laws is no fresh noise."""
+    tape = Tape([])
+    tape.ask((7, 3, 1, 4), ((0, 1), (1, 1)))
+    with pytest.raises(NoiseReused):
+        tape.ask((7, 3, 1, 4), ((0, 1),))
