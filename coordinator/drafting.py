@@ -144,6 +144,7 @@ class Drafting:
         self.replica = ""
         self.device_id = ""
         self.max_len = 0
+        self.max_num_draft_tokens = plan.max_num_draft_tokens
         self.in_flight: Propose | None = None
         self.awaited_k = 0  # what a round waits for; 0: none waits
         self._fill_awaited = False
@@ -166,7 +167,7 @@ class Drafting:
         """Most candidates a round could ask for, and what stands in its way now (or "")."""
         if self.state in (DraftState.SEEKING, DraftState.LATE, DraftState.OFF):
             return 0, self.reason
-        room = min(self._plan.max_num_draft_tokens, self.max_len - self._ledger.confirmed_len)
+        room = min(self.max_num_draft_tokens, self.max_len - self._ledger.confirmed_len)
         if room <= 0:
             return 0, "draft_context"
         if self.state is DraftState.SYNCING and not self._fill_awaited:
@@ -241,6 +242,9 @@ class Drafting:
     def _placed(self, event: DraftPlaced) -> Signal:
         self.state = DraftState.PLACED
         self.replica, self.device_id, self.max_len = event.replica, event.device_id, event.max_len
+        most = self._plan.max_num_draft_tokens
+        own = event.max_num_draft_tokens
+        self.max_num_draft_tokens = most if own is None else min(most, own)
         return None
 
     def _lost(self, _event: Lost) -> Signal:

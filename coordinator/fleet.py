@@ -278,7 +278,8 @@ class Fleet:
         assert info is not None
         if session_id in self._subscribers:
             self.enter(Side.TARGET, address, session_id)
-            self._tell(session_id, TargetPlaced(request.epoch, address, info.device_id))
+            most = info.max_num_draft_tokens
+            self._tell(session_id, TargetPlaced(request.epoch, address, info.device_id, most))
 
     def place_draft(self, session_id: str, request: PlaceDraft) -> None:
         """Answer with DraftPlaced now, or when a draft is there and healthy, or never."""
@@ -315,7 +316,13 @@ class Fleet:
             assert info is not None
             if session_id in self._subscribers:
                 self.enter(Side.DRAFT, address, session_id)
-                placed = DraftPlaced(request.epoch, address, info.max_context_len, info.device_id)
+                placed = DraftPlaced(
+                    request.epoch,
+                    address,
+                    info.max_context_len,
+                    info.device_id,
+                    info.max_num_draft_tokens,
+                )
                 self._tell(session_id, placed)
 
     def _tell(self, session_id: str, event: Event) -> None:

@@ -187,11 +187,15 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class TargetPlaced:
-    """Answers `PlaceTarget`: the replica to use from `epoch` on."""
+    """Answers `PlaceTarget`: the replica to use from `epoch` on.
+
+    max_num_draft_tokens: most candidates it judges at once; None: as many as the plan allows.
+    """
 
     epoch: int
     replica: str
     device_id: str = ""
+    max_num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +209,16 @@ class TargetUnplaced:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlaced:
-    """Answers `PlaceDraft`, at once or after a health probe. max_len: the draft's context."""
+    """Answers `PlaceDraft`, at once or after a health probe. max_len: the draft's context.
+
+    max_num_draft_tokens: most candidates it proposes at once; None: as many as the plan allows.
+    """
 
     epoch: int
     replica: str
     max_len: int
     device_id: str = ""
+    max_num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Session:
         self._output = output
         self._choose = choose
         self._actions: list[Action] = []
-        self.target = TargetSide()
+        self.target = TargetSide(max_num_draft_tokens=plan.max_num_draft_tokens)
         self.draft = Drafting(plan, self.ledger, self._actions)
         self._round: Round | None = None
         self._first_round = True  # no ordinary round was begun yet
@@ -241,6 +241,8 @@ class Session:
             raise IllegalEvent(f"no target was asked for: {event}")
         self.target.replica = event.replica
         self.target.device_id = event.device_id
+        if event.max_num_draft_tokens is not None:
+            self.target.max_num_draft_tokens = event.max_num_draft_tokens
         return True
 
     def _fill_beside_prefill(self, device_id: str) -> None:
@@ -267,7 +269,7 @@ class Session:
         limit, blocked = self.draft.limit(first_round=self._first_round)
         if limit == 0:
             return 0, blocked
-        limit = min(limit, room)
+        limit = min(limit, room, self.target.max_num_draft_tokens)
         fixed = self.plan.num_draft_tokens
         k = self._choose(limit) if fixed is None else min(fixed, limit)
         if k and blocked:
@@ -336,6 +338,8 @@ class Session:
             self.stage = Stage.PLACING
             return
         current.target_epoch, current.target_replica = target.epoch, target.replica
+        # A round that moved may meet a replica that judges fewer.
+        current.cut_candidates(target.max_num_draft_tokens, "target_limit")
         commands = target.verify(
             self.ledger,
             current.candidates,

@@ -37,6 +37,14 @@ class Round:
         self.candidates = self.rows = self.dropped_mass = ()
         self.fallback = fallback
 
+    def cut_candidates(self, most: int, fallback: str) -> None:
+        """Leave the candidates beyond the first `most` unjudged; fallback: why, if none is left."""
+        if most == 0 and self.candidates:
+            self.drop_candidates(fallback)
+        self.num_draft_tokens = min(self.num_draft_tokens, most)
+        self.candidates, self.rows = self.candidates[:most], self.rows[:most]
+        self.dropped_mass = self.dropped_mass[:most]
+
     def num_judged(self, outcome: Outcome) -> int:
         """Candidates judged: the accepted ones and the first rejected; none after a bad re-draw."""
         if outcome.redraw_mismatch is not None:

@@ -21,8 +21,10 @@ class TargetSide:
 
     num_accepted: outcome of its pending candidates that the next command must settle (coordinator
     placement only; a target that decides settles its own). rounds grow over all epochs.
+    max_num_draft_tokens: most candidates that the replica judges at once.
     """
 
+    max_num_draft_tokens: int
     epoch: int = 0
     round: int = -1
     replica: str | None = None

@@ -37,6 +37,7 @@ from coordinator.messages import (
     SessionPlan,
     Side,
     StartTimer,
+    TargetPlaced,
     TargetReply,
     TargetUnplaced,
     Timer,
@@ -849,6 +850,44 @@ def test_random_faults_never_change_the_output(block: int) -> None:
         assert not off, (seed, chaos.kinds, "no fault here is one of content")
         kinds.update(chaos.kinds)
     assert len(kinds) >= 6
+
+
+@pytest.mark.parametrize("decide_here", [False, True])
+@pytest.mark.parametrize(("draft_most", "target_most"), [(2, None), (None, 1), (1, 2), (None, 0)])
+def test_replicas_are_asked_for_no_more_than_they_do(
+    draft_most: int | None, target_most: int | None, decide_here: bool
+) -> None:
+    """Limits are each replica's own, told when it is placed; the first of a service to be met says
+    nothing of the others. A round that moved to a target that judges fewer is cut to them."""
+    loopback = loopback_of(plan_of(decide_here=decide_here, num_draft_tokens=4))
+    loopback.targets["spare"].decide_here = decide_here
+    lost: list[bool] = []
+
+    def place(action: Action) -> list[Event] | None:
+        if isinstance(action, PlaceDraft):
+            return [DraftPlaced(action.epoch, "draft", 1 << 20, "d", draft_most)]
+        if isinstance(action, PlaceTarget):
+            name, most = ("spare", target_most) if action.epoch else ("target", None)
+            return [TargetPlaced(action.epoch, name, name, most)]
+        if is_working(action, Side.TARGET, 3) and not lost:
+            lost.append(True)
+            loopback.targets["target"].lose_sessions()
+            return [Lost(Side.TARGET, "target")]
+        return None
+
+    loopback.tamper = place
+    finish(loopback)
+    asked = {"draft": [0], "target": [0], "spare": [0]}
+    for send in loopback.sent:
+        for command in send.commands:
+            if isinstance(command, Verify):
+                asked[send.replica].append(len(command.candidates))
+            elif isinstance(command, Propose):
+                asked[send.replica].append(command.num_draft_tokens)
+    most = 4 if draft_most is None else draft_most
+    assert max(asked["draft"]) == max(asked["target"]) == most
+    assert max(asked["spare"]) == (most if target_most is None else min(most, target_most))
+    assert not any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
 
 
 def test_place_draft_names_what_to_avoid() -> None:
