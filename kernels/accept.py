@@ -166,7 +166,7 @@ def _judge_kernel(
             m, mass = weights_leaf(row, leaf, stride_di, vocab_size, TILE)
             tl.store(leaf_exponents + partial, m)
             tl.store(leaf_masses + partial, mass)
-        elif KIND == SPARSE:
+        elif KIND == SPARSE:  # noqa: SIM102 - known when compiled
             if leaf == 0:
                 candidate = tl.load(candidates + session * BUCKET + index).to(tl.int32)
                 row_ids = draft_ids + session.to(tl.int64) * stride_ib
@@ -371,7 +371,7 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     best = tl.load(best_rates + session)  # what others found so far: only a bar, the maximum stays
     first_tile = group * TILES_PER_PROGRAM
     ids = tile_ids(first_tile * (ROWS * RUN), ROWS, RUN)
-    reads_draft: tl.constexpr = KIND == LOGITS or KIND == WEIGHTS
+    reads_draft: tl.constexpr = KIND != NO_DRAFT and KIND != SPARSE
     following = read_scores(row, ids, stride_id, vocab_size)
     following_held = following
     if reads_draft:

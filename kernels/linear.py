@@ -3,12 +3,12 @@
     y = act(x W^T + b) + r,     or     y = silu(x Wg^T + bg) * (x Wu^T + bu) + r
 
 Numeric contract (`invariant=True`): products are summed in tiles of `BLOCK_K` ascending inside
-chunks of `CHUNK_K` (float32: `CHUNK_K_FLOAT32`), each chunk from zero in float32, and chunks are added ascending. Tile shape,
-number of rows and whether chunks are split among programs appear nowhere in it, so a row's bits do
-not depend on who shares the call. A split writes every chunk's partial and adds them in a second
-launch; nothing is added atomically. One family of matrix instructions serves all tiles of an
-architecture (`configs/layers.py`). With `invariant=False` the product is the vendor library's, and
-the end is one more launch.
+chunks of `CHUNK_K` (float32: `CHUNK_K_FLOAT32`), each chunk from zero in float32, and chunks are
+added ascending. Tile shape, number of rows and whether chunks are split among programs appear
+nowhere in it, so a row's bits do not depend on who shares the call. A split writes every chunk's
+partial and adds them in a second launch; nothing is added atomically. One family of matrix
+instructions serves all tiles of an architecture (`configs/layers.py`). With `invariant=False` the
+product is the vendor library's, and the end is one more launch.
 
 Specification: `reference_layers.linear` and `swiglu`. Must not know models or layers.
 """
@@ -132,7 +132,7 @@ def _linear_kernel(
     live = live_rows & (columns < width)
     if SPLIT:
         halves = 2 if ACTIVATION == "swiglu" else 1
-        base = (first_chunk.to(tl.int64) * num_rows + own_rows) * (halves * width) + columns
+        base = (tl.cast(first_chunk, tl.int64) * num_rows + own_rows) * (halves * width) + columns
         tl.store(partials + base, gate, live)
         if ACTIVATION == "swiglu":
             tl.store(partials + base + width, up, live)

@@ -170,7 +170,7 @@ _rope_kv = torch.library.custom_op(
 
 
 @_rope_kv.register_fake
-def _rope_kv_fake(q, *_others) -> Tensor:  # type: ignore[no-untyped-def]  # mirrors _launch_rope_kv
+def _rope_kv_fake(q, *_others) -> Tensor:  # mirrors _launch_rope_kv
     return q.new_empty(q.shape)
 
 

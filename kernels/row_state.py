@@ -3,8 +3,8 @@
     w(x) = 2^(s(x) log2(e) / T - m),  m = ceil(max s log2(e) / T),  mass = sum of round(2^40 w)
 
 Owns the numeric contract of every sampling kernel. A row is cut in leaves of `LEAF` ids and a leaf
-in tiles of `TILE`, always the same; a program takes whole leaves. Within a tile, eight neighbouring
-weights are added in one fixed tree in float32; those sums become integers, and integers add exactly.
+in tiles of `TILE`, always the same; a program takes a whole leaf. Within a tile, eight neighbouring
+weights are added in one fixed tree in float32; those sums become integers, which add exactly.
 Tiles are merged ascending and leaves all at once, by exact powers of two, as m is an integer. So a
 row's mass, hence every decision made from it, has the same bits whatever the launch, the batch, or
 the device's way of reducing.

@@ -240,7 +240,9 @@ _accept = torch.library.custom_op("specmesh::accept", _launch_accept, mutates_ar
 
 
 @_accept.register_fake
-def _accept_fake(logits, candidates, *_others) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]  # mirrors _launch_accept
+def _accept_fake(
+    logits, candidates, *_others
+) -> tuple[Tensor, Tensor, Tensor]:  # mirrors _launch_accept
     return _accept_outputs(candidates)
 
 
@@ -285,8 +287,8 @@ def _launch_draw(
         logits, seeds, positions, base_lens, rules, temperatures, thresholds,
         *_leaf_outputs(num_rows * num_leaves, logits.device), scratch, *outputs,
         *logits.stride(), vocab_size, num_leaves,
-        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), TILE=TILE.value, RUN=_race_run(judge),
-        num_warps=judge.num_warps, maxnreg=judge.max_registers,
+        LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), TILE=TILE.value,
+        RUN=_race_run(judge), num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
     return outputs
 
@@ -306,5 +308,7 @@ _draw = torch.library.custom_op("specmesh::draw", _launch_draw, mutates_args=("s
 
 
 @_draw.register_fake
-def _draw_fake(logits, *_others) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]  # mirrors _launch_draw
+def _draw_fake(
+    logits, *_others
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # mirrors _launch_draw
     return _draw_outputs(logits)

@@ -1,7 +1,7 @@
 """Random streams: the purposes, the counter layout and a scalar Philox 4x32-10.
 
 Pure Python integers, so that code without torch can name a stream. The vectorised twin lives in
-`kernels/reference.py`, the Triton twin in `kernels/sampling.py`; tests hold all three to the same
+`kernels/reference.py`, the Triton twin in `kernels/philox.py`; tests hold all three to the same
 known-answer vectors. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 
 Counter layout of one call (four 32-bit words), key = the request's 64-bit seed:

@@ -42,7 +42,7 @@ class Search:
     num_warps: int
 
 
-_JUDGE = {"sm_90": Launch(1), "cpu": Launch(16)}
+_JUDGE = {"sm_90": Launch(1, max_registers=96), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
 _CLOSE = {"sm_90": Launch(1, rows=4, per_program=8), "cpu": Launch(16, rows=4)}
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)

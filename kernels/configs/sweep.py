@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,8 +97,8 @@ def trials() -> list[Trial]:
     )  # fmt: skip
     found += [Trial("down5-inv", f"{tiles}", _linear(False, tiles)) for tiles in down]
     found += [Trial("N32k", f"{n} values a thread", _norm(n)) for n in (8, 16, 32)]
-    for launch in (RopeLaunch(16, 4), RopeLaunch(8, 2), RopeLaunch(16, 2)):
-        found.append(Trial("R32k", f"{launch}", _rope(launch)))
+    for turn in (RopeLaunch(16, 4), RopeLaunch(8, 2), RopeLaunch(16, 2)):
+        found.append(Trial("R32k", f"{turn}", _rope(turn)))
     return found
 
 
@@ -105,7 +106,7 @@ def _cases() -> dict[str, bench.Case]:
     return {case.name: case for case in [*bench_sampling.CASES, *bench_layers.CASES]}
 
 
-def _tables() -> list[dict]:
+def _tables() -> list[dict[Any, Any]]:
     return [
         sampling._JUDGE, sampling._CLOSE, sampling._SEARCH, layers._LINEAR, layers._ROPE,
         layers._NORM_VALUES,

@@ -40,7 +40,7 @@ MIXED = [Rule.RESIDUAL, Rule.RESIDUAL, Rule.COUPLED, Rule.GREEDY, Rule.RESIDUAL,
 def batch_of(
     device: str, vocab_size: int, seed: int = 0, spread: float = 0.6, batch: int = 6
 ) -> tuple[Tensor, Tensor]:
-    """(target logits [batch * 4, vocab], draft logits [batch, 3, vocab]) that resemble each other."""
+    """Target logits [batch * 4, vocab] and draft logits [batch, 3, vocab] that resemble them."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(batch, BUCKET + 1, vocab_size, generator=generator) * 2.0
     noise = torch.randn(batch, BUCKET, vocab_size, generator=generator) * spread
@@ -443,7 +443,7 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
         replace(rows, masses=torch.zeros(2, BUCKET, dtype=torch.int64)),
         replace(rows, kind=DraftKind.SPARSE),
     ):
-        with pytest.raises(ValueError, match="draft|sparse|exponents"):
+        with pytest.raises(ValueError, match=r"draft|sparse|exponents"):
             accept(target, round_, wrong, 64, workspace(2, device))
     with pytest.raises(ValueError, match="scratch"):
         accept(target, round_, rows, 64, workspace(1, device))

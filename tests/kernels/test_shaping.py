@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kernels import reference, shaping
 from kernels.configs.sampling import Search
+from kernels.penalties import Penalties, penalize_
 from kernels.reference import Shaping
 from kernels.sampling import DraftKind, DraftRows, accept, draw, workspace
-from kernels.shaping import Filters, Penalties, penalize_, thresholds
+from kernels.shaping import Filters, thresholds
 from tests.kernels.rounds import MASK_64, emitted, round_of
 
 

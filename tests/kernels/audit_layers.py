@@ -1,0 +1,118 @@
+"""Compile the shipped sampling, shaping, linear, norm and rotary launches for sm_90.
+
+Run as `python -m tests.kernels.audit_layers` without TRITON_INTERPRET; prints one JSON object a
+kernel. `test_compile_audit_layers` does, and holds the bars. Inputs are meta tensors, which take
+the launches of sm_90: no GPU, no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from kernels import linear, norm, penalties, rope_kv, sampling, shaping
+from kernels.sampling import DraftKind
+from tests.kernels.sm90_audit import Launch, compile_launch, recorded
+
+BATCH, BUCKET, VOCAB, SPARSE_IDS = 64, 4, 128256, 256
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int64)
+
+
+def floats(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def accept_launches(kind: DraftKind, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Both launches of accept at S64, for one kind of draft row; float32 with thresholds."""
+    rows, ids = meta(BATCH, BUCKET, VOCAB, dtype=dtype), None
+    if kind is DraftKind.SPARSE:
+        rows, ids = floats(BATCH, BUCKET, SPARSE_IDS), ints(BATCH, BUCKET, SPARSE_IDS)
+    filters = dtype is torch.float32
+    with recorded(sampling, "_judge_kernel", "_close_kernel") as launches:
+        sampling._launch_accept(
+            meta(BATCH * (BUCKET + 1), VOCAB, dtype=dtype), longs(BATCH, BUCKET), ints(BATCH),
+            longs(BATCH), ints(BATCH), ints(BATCH), floats(BATCH), ints(BATCH, 2),
+            floats(BATCH, BUCKET + 1) if filters else None, None, int(kind), rows, ids,
+            floats(BATCH), floats(BATCH, BUCKET) if filters else None, None, None, VOCAB,
+            longs(BATCH, 2),
+        )  # fmt: skip
+    for launch, name in zip(launches, ("judge", "close"), strict=True):
+        yield f"{name}-{kind.name.lower()}-{dtype}", launch
+
+
+def sampling_launches() -> Iterator[tuple[str, Launch]]:
+    yield from accept_launches(DraftKind.LOGITS, torch.bfloat16)
+    yield from accept_launches(DraftKind.LOGITS, torch.float32)
+    yield from accept_launches(DraftKind.WEIGHTS, torch.float16)
+    yield from accept_launches(DraftKind.SPARSE, torch.bfloat16)
+    with recorded(sampling, "_draw_kernel") as launches:
+        sampling._launch_draw(
+            meta(BATCH, VOCAB), longs(BATCH), ints(BATCH), ints(BATCH), ints(BATCH),
+            floats(BATCH), None, VOCAB, longs(BATCH, 2),
+        )  # fmt: skip
+    yield "draw", launches[0]
+    with recorded(shaping, "_groups_kernel", "_threshold_kernel") as launches:
+        shaping._launch_thresholds(
+            meta(BATCH * (BUCKET + 1), VOCAB), floats(BATCH), ints(BATCH), floats(BATCH),
+            floats(BATCH), BUCKET + 1, VOCAB, None, None,
+        )  # fmt: skip
+    yield "groups", launches[0]
+    yield "threshold", launches[1]
+    with recorded(penalties, "_penalize_kernel") as launches:
+        penalties._launch_penalize(
+            floats(BATCH * (BUCKET + 1), VOCAB), ints(BATCH, 512), floats(BATCH, 512),
+            ints(BATCH, 512), ints(BATCH, 512), floats(BATCH), floats(BATCH), floats(BATCH),
+            longs(BATCH, BUCKET), ints(BATCH), VOCAB, None,
+        )  # fmt: skip
+    yield "penalize", launches[0]
+
+
+def layer_launches() -> Iterator[tuple[str, Launch]]:
+    shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 320)]
+    shapes += [(rows, 14336, 4096, "none") for rows in (5, 320)]
+    for rows, depth, width, activation in shapes:
+        with recorded(linear, "_linear_kernel", "_finish_kernel") as launches:
+            linear._launch_linear(
+                meta(rows, depth), meta(width, depth), None, None, activation, True
+            )
+        yield f"linear-{activation}-{rows}", launches[0]
+        if len(launches) > 1:
+            yield f"finish-{activation}-{rows}", launches[1]
+    with recorded(norm, "_rmsnorm_kernel") as launches:
+        norm._launch_rmsnorm(meta(32768, 4096), meta(32768, 4096), meta(4096), 1e-5)
+    yield "norm", launches[0]
+    qkv = meta(32768, 48, 128)
+    for interleaved in (False, True):
+        with recorded(rope_kv, "_rope_kv_kernel") as launches:
+            rope_kv._launch_rope_kv(
+                qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], floats(8192, 64), floats(8192, 64),
+                longs(32768), longs(32768), meta(512, 8, 64, 128), meta(512, 8, 64, 128),
+                meta(128), meta(128), 1e-6, interleaved,
+            )  # fmt: skip
+        yield f"rope-{'interleaved' if interleaved else 'half'}", launches[0]
+
+
+def main() -> None:
+    for name, launch in (*sampling_launches(), *layer_launches()):
+        report = {"name": name, **asdict(compile_launch(launch))}
+        sys.stdout.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The shipped sampling and layer launches compile for sm_90 into the instructions meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+NAMES = (
+    "judge", "close", "draw", "groups", "threshold", "penalize", "linear-swiglu", "linear-none",
+    "finish", "norm", "rope",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.audit_layers"],
+        env=environment, capture_output=True, text=True, check=True, timeout=500,
+    ).stdout  # fmt: skip
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_linear_layers_use_one_family_of_tensor_cores_and_asynchronous_copies(
+    reports: list[dict[str, Any]],
+) -> None:
+    """Every linear launch, whatever its rows, multiplies by wgmma alone: one family, one set of
+    bits; and its tiles arrive by asynchronous or bulk copies."""
+    linears = [report for report in reports if report["name"].startswith("linear")]
+    assert len(linears) == 5
+    for report in linears:
+        assert report["wgmma"] > 0, report
+        assert report["mma"] == 0, report
+        assert report["async_copies"] > 0, report
+
+
+def test_no_kernel_spills(reports: list[dict[str, Any]]) -> None:
+    """No local memory, but for the 320-row SwiGLU tile outside its loop over K."""
+    for name in NAMES:
+        assert any(report["name"].startswith(name) for report in reports), name
+    for report in reports:
+        assert report["spills_in_loops"] == 0, report
+        if report["name"] != "linear-swiglu-320":
+            assert report["stack_bytes"] == 0, report
+
+
+def test_every_kernel_fits_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
+    """Shared memory stays within the 227 KiB a thread block may take; rows are streamed by at
+    least sixteen warps a multiprocessor."""
+    for report in reports:
+        assert report["shared_bytes"] <= 227 * 1024, report
+        if report["name"].startswith(("judge", "close", "groups")):
+            assert report["registers"] <= 128, report
