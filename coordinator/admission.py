@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from coordinator.tenants import NO_LIMITS, TenantLimits
@@ -49,6 +49,7 @@ class Admission:
         self._choose = choose
         self._running: Counter[str] = Counter()
         self._waiters: list[_Waiter] = []
+        self._num_prepared = 0
         self._is_closed = False
         self._changed = asyncio.Event()
 
@@ -76,6 +77,25 @@ class Admission:
             self._changed.clear()
             await self._changed.wait()
 
+    @contextmanager
+    def preparing(self, tenant: str) -> Iterator[None]:
+        """Hold a place for work that must come before `admit`: reading a large prompt.
+
+        So that overload costs no work, who would be refused by `admit` now is refused here, and
+        those who prepare count like those who wait. Raises TooBusy and NotReady as `admit` does.
+        """
+        if self._is_closed:
+            raise _draining()
+        if self.num_running >= self._settings.max_running:
+            self._check_room(tenant)
+        if self._num_prepared >= self._settings.max_running + self._settings.max_waiting:
+            raise self._too_busy(f"{self._num_prepared} large requests are read already")
+        self._num_prepared += 1
+        try:
+            yield
+        finally:
+            self._num_prepared -= 1
+
     @asynccontextmanager
     async def admit(self, tenant: str, num_samples: int) -> AsyncIterator[None]:
         """Hold a place for a request's samples, waiting for it if needed.
@@ -100,12 +120,7 @@ class Admission:
         if self._fits(places) and self._may_run(tenant, places) and not self._eligible():
             self._running[tenant] += places
             return
-        if len(self._waiters) >= self._settings.max_waiting:
-            raise self._too_busy(f"{len(self._waiters)} requests wait already")
-        most = self._limits_of(tenant).max_waiting
-        num_of_tenant = sum(waiter.tenant == tenant for waiter in self._waiters)
-        if most is not None and num_of_tenant >= most:
-            raise self._too_busy(f"{num_of_tenant} requests of this tenant wait already")
+        self._check_room(tenant)
         waiter = _Waiter(tenant, places, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
@@ -117,6 +132,15 @@ class Admission:
                 wait_s = self._settings.max_wait_s
                 raise self._too_busy(f"not admitted within {wait_s:g} s") from None
             raise
+
+    def _check_room(self, tenant: str) -> None:
+        """Raise TooBusy where one more may not wait."""
+        if len(self._waiters) >= self._settings.max_waiting:
+            raise self._too_busy(f"{len(self._waiters)} requests wait already")
+        most = self._limits_of(tenant).max_waiting
+        num_of_tenant = sum(waiter.tenant == tenant for waiter in self._waiters)
+        if most is not None and num_of_tenant >= most:
+            raise self._too_busy(f"{num_of_tenant} requests of this tenant wait already")
 
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
@@ -159,7 +183,8 @@ class Admission:
 
     def _too_busy(self, message: str) -> TooBusy:
         """The delay grows with what waits already, in units of a full house."""
-        crowd = 1 + len(self._waiters) / self._settings.max_running
+        num_ahead = len(self._waiters) + self._num_prepared
+        crowd = 1 + num_ahead / self._settings.max_running
         return TooBusy(message, retry_after_s=self._settings.retry_after_s * crowd)
 
 

@@ -121,7 +121,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call: _Call | None = None
         try:
             tenant = parts.tenants.authenticate(metadata)
-            resolved = await self._resolve(request)
+            resolved = await self._resolve(request, tenant)
             async with parts.admission.admit(tenant, resolved.num_samples):
                 call = self._open(resolved, span, arrived_s, loop.time())
                 await context.send_initial_metadata(_initial_metadata(call, parts.telemetry))
@@ -149,10 +149,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     # ------------------------------------------------------------ a request's life
 
-    async def _resolve(self, request: pb.GenerateRequest) -> Resolved:
+    async def _resolve(self, request: pb.GenerateRequest, tenant: str) -> Resolved:
         resolver = self._resolver()
         if request.ByteSize() > BIG_PROMPT_BYTES:
-            return await asyncio.to_thread(resolver.resolve, request)
+            with self._parts.admission.preparing(tenant):
+                return await asyncio.to_thread(resolver.resolve, request)
         return resolver.resolve(request)
 
     def _resolver(self) -> Resolver:

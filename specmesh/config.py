@@ -335,7 +335,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="config") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested without end
         raise ConfigError(f"{path}: {error}", field="config") from error
 
 

@@ -20,6 +20,7 @@ from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
 from specmesh.config import AdmissionSettings, SpeculationSettings
 from specmesh.errors import (
+    ContextTooLong,
     InternalError,
     InvalidRequest,
     ModelMismatch,
@@ -364,6 +365,24 @@ async def test_admission_is_bounded() -> None:
         assert served.count(True) == 4
         assert all(delay > 0 for delay in refused)
         await stack.all_pages_free()
+
+
+async def test_a_full_house_reads_no_large_prompt() -> None:
+    """Beyond the bounds a prompt is refused unread: read, this one would be too long instead."""
+    prompt = "a" * 20_000
+    async with (
+        running_stack(admission=AdmissionSettings(max_running=1, max_waiting=0)) as stack,
+        AsyncClient(stack.address, retry=RetryPolicy(max_attempts=1)) as client,
+    ):
+        async with held(stack):
+            running = asyncio.create_task(client.generate(PROMPT, options()))
+            while not stack.targets[0].engine.load().num_sessions:
+                await asyncio.sleep(0.001)
+            with pytest.raises(TooBusy):
+                await client.generate(prompt, options())
+        await running
+        with pytest.raises(ContextTooLong):
+            await client.generate(prompt, options())
 
 
 async def test_drain_lets_streams_finish_and_refuses_new_ones() -> None:

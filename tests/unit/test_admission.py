@@ -65,6 +65,28 @@ async def test_samples_count_as_places() -> None:
         assert admitting.num_running == 1
 
 
+async def test_large_requests_are_read_within_bounds() -> None:
+    """Who would be refused is refused before the work; who reads counts; places come back."""
+    admitting, release = admission(max_running=1, max_waiting=1), asyncio.Event()
+    with admitting.preparing("a"), admitting.preparing("b"):
+        with pytest.raises(TooBusy) as refused, admitting.preparing("c"):
+            pass
+        assert refused.value.retry_after_s == 3.0
+    with admitting.preparing("c"):
+        pass
+    tasks = [asyncio.create_task(hold(admitting, name, release, [])) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    with pytest.raises(TooBusy), admitting.preparing("c"):
+        pass
+    release.set()
+    await asyncio.gather(*tasks)
+    with admitting.preparing("c"):
+        pass
+    admitting.close()
+    with pytest.raises(NotReady), admitting.preparing("c"):
+        pass
+
+
 async def test_one_tenant_s_burst_does_not_shut_out_another() -> None:
     """Of those who wait, the tenant with the fewest running goes first."""
     admitting, order = admission(max_waiting=10), []

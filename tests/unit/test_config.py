@@ -82,11 +82,11 @@ def test_unknown_flags_exit_with_usage(capsys: pytest.CaptureFixture[str]) -> No
     assert "--bogus" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[engine", "a = "])
-def test_unreadable_files_are_config_errors(tmp_path: Path, text: str) -> None:
-    """Broken TOML and missing files are one-line errors that name the file."""
+@pytest.mark.parametrize("content", [b"[engine", b"a = ", b"\xff", b"a = " + b"[" * 100_000])
+def test_unreadable_files_are_config_errors(tmp_path: Path, content: bytes) -> None:
+    """Broken TOML, other bytes and missing files are one-line errors that name the file."""
     path = tmp_path / "broken.toml"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broken\.toml"):
         load_settings(DraftSettings, ["--config", str(path)])
     with pytest.raises(ConfigError, match=r"missing\.toml"):
