@@ -523,6 +523,9 @@ def test_repeated_round_is_answered_once() -> None:
     repeated: list[Action] = []
     loopback.tamper = tamper
     finish(loopback)
+    assert repeated
+    keys = [c.round for s in loopback.sent for c in s.commands if isinstance(c, Verify)]
+    assert len(keys) == len(set(keys)) + 1, "one command was out twice"
 
 
 def test_preempted_target_that_says_so_is_never_taken_for_lost() -> None:
