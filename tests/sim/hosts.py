@@ -41,6 +41,7 @@ from specmesh.engine.links import LinkOptions, LinkServer
 from specmesh.engine.runner import Engine, EngineOptions
 from specmesh.engine.serving import ServiceState
 from specmesh.engine.sessions import Limits
+from specmesh.errors import NotReady
 from specmesh.metrics import CoordinatorMetrics, ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
@@ -221,7 +222,8 @@ class ServiceHost:
             else draft_pb2.DraftServiceLinkResponse
         )
         state = ServiceState()
-        state.set_ready(self._info(), LinkServer(self.engine, LinkOptions(response)))
+        self.links = LinkServer(self.engine, LinkOptions(response))
+        state.set_ready(self._info(), self.links)
         server: Any = Server(node)
         if side == "target":
             target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(state), server)
@@ -233,6 +235,21 @@ class ServiceHost:
         """Kill it."""
         assert self.node is not None
         self._network.kill(self.node)
+
+    def drain(self, then: Callable[[], None]) -> None:
+        """End as asked: no new sessions, links end after a while, then the process."""
+        node, links = self.node, self.links
+        assert node is not None
+        self.engine.drain()
+        links.announce_drain()
+
+        def end() -> None:
+            if node.alive:
+                links.end_all()
+                self._network.later(0.01, lambda: node.alive and self.crash())
+            self._network.later(0.03, then)
+
+        self._network.later(self._rng.choice((0.01, 0.1)), end)
 
     def _role(self) -> Any:
         if self.side == "target":
@@ -347,6 +364,20 @@ class CoordinatorHost:
         """Kill it."""
         assert self.node is not None
         self._network.kill(self.node)
+
+    def drain(self, then: Callable[[], None]) -> None:
+        """End as asked: admit nobody, tell whoever still runs to resume elsewhere, then end."""
+        node, servicer = self.node, self.servicer
+        assert node is not None
+        self.admission.close()
+
+        def end() -> None:
+            if node.alive:
+                servicer.cancel_all(NotReady("going away; resume elsewhere", retry_after_s=0.1))
+                self._network.later(0.05, lambda: node.alive and self.crash())
+            self._network.later(0.1, then)
+
+        self._network.later(0.02, end)
 
 
 _SETTINGS: dict[tuple[Any, ...], CoordinatorSettings] = {}

@@ -8,7 +8,7 @@ rewritten fails the run at the pass that reads it. Logits are a pure function of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -135,10 +135,40 @@ class TinyModel:
         return digest
 
 
+class DeviceFailure(RuntimeError):
+    """A pass failed, as devices fail."""
+
+
+def _failing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def fail(*arguments: Any) -> Tensor:
+        forward(*arguments)
+        raise DeviceFailure("the device failed after this pass")
+
+    return fail
+
+
 class CheckedExecutor(StepExecutor):
-    """Tells the model which tokens each session of a pass believes in."""
+    """Tells the model which tokens each session of a pass believes in; fails when told to.
+
+    failing: "" or when the next pass fails, "before" or "after" it wrote its K/V.
+    """
+
+    failing = ""
 
     def run(self, step: Any) -> Any:
+        failing, self.failing = self.failing, ""
+        if failing == "before":
+            raise DeviceFailure("the device failed this pass")
+        if failing == "after":
+            decoder, forward = self._device.decoder, self._device.decoder.forward
+            decoder.forward = _failing(forward)  # type: ignore[method-assign]
+            try:
+                return self._run(step)
+            finally:
+                decoder.forward = forward  # type: ignore[method-assign]
+        return self._run(step)
+
+    def _run(self, step: Any) -> Any:
         self._device.decoder.expected = [
             segment.task.tokens(0, segment.end) for segment in step.segments
         ]

@@ -13,7 +13,8 @@ class Faults:
 
     Messages (links to draft and target only, as TCP keeps streams whole): drop, duplicate, replay
     (an old message turns up later, also after its link or epoch ended), delay. Connections: resets,
-    partitions, one_way partitions. Processes: crashes of each kind, stalls (a pass takes long).
+    partitions, one_way partitions. Processes: crashes of each kind, stalls (a pass takes long),
+    drains (one ends as it is asked to), pass_failures (the device fails, before or after writing).
     Draft content: lie. Memory of a service: forget (an idle session's confirmed tokens are cut),
     garble (cut, and others in their place), so that prefixes disagree. Callers: cancel, deadline,
     client_crash. Page exhaustion and preemption come from `Setup`: pools of few pages.
@@ -32,6 +33,8 @@ class Faults:
     draft_crashes: int = 0
     coordinator_crashes: int = 0
     stalls: int = 0
+    drains: int = 0
+    pass_failures: int = 0
     lie: float = 0.0
     forget: int = 0
     garble: int = 0
@@ -85,6 +88,8 @@ _DRAWS: dict[str, Callable[[random.Random], float | int]] = {
     "draft_crashes": lambda rng: rng.randint(1, 3),
     "coordinator_crashes": lambda rng: rng.randint(1, 2),
     "stalls": lambda rng: rng.randint(1, 3),
+    "drains": lambda rng: rng.randint(1, 2),
+    "pass_failures": lambda rng: rng.randint(1, 3),
     "lie": lambda rng: rng.choice((0.1, 0.5)),
     "forget": lambda rng: rng.randint(1, 3),
     "garble": lambda rng: rng.randint(1, 3),

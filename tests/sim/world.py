@@ -18,8 +18,8 @@ from tests.sim import checkers
 from tests.sim.caller import Caller, drawn_request
 from tests.sim.hosts import IDLE_S, TOKEN_BYTES, CoordinatorHost, ServiceHost
 from tests.sim.loop import SimLoop, SimSecrets, SimTime
-from tests.sim.model import TinyModel
-from tests.sim.options import Setup
+from tests.sim.model import DeviceFailure, TinyModel
+from tests.sim.options import Faults, Setup
 from tests.sim.oracle import Oracle
 from tests.sim.transport import NODE, Channel, Network, node_task_factory, run_on
 
@@ -54,20 +54,29 @@ class Crash:
 class _Errors(logging.Handler):
     """Production code logs an error where it caught a bug of its own.
 
-    drafts_lie: an honest draft must never be taken for a liar.
+    An honest draft must never be taken for a liar, nor be given up where no device failed.
     """
 
-    def __init__(self, failures: list[str], *, drafts_lie: bool) -> None:
+    def __init__(self, failures: list[str], faults: Faults) -> None:
         super().__init__(logging.WARNING)
         self._failures = failures
-        self._drafts_lie = drafts_lie
+        self._faults = faults
+
+    def _may_be_off(self, reason: str) -> bool:
+        if reason == "draft_error" and self._faults.pass_failures:
+            return True
+        return bool(self._faults.lie)
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        is_error = record.levelno >= logging.ERROR and message != _LAW
-        if not is_error and (self._drafts_lie or message != _DRAFT_OFF):
+        if record.exc_info and isinstance(record.exc_info[1], DeviceFailure):
             return
-        found = f"logged: {record.getMessage()} {getattr(record, 'reason', '')}"
+        is_error = record.levelno >= logging.ERROR and message != _LAW
+        is_off = message == _DRAFT_OFF and not self._may_be_off(getattr(record, "reason", ""))
+        if not is_error and not is_off:
+            return
+        details = [getattr(record, name, "") for name in ("reason", "detail")]
+        found = f"logged: {message} {' '.join(details)}"
         if record.exc_info and record.exc_info[1] is not None:
             found += f": {record.exc_info[1]!r}"
         self._failures.append(found)
@@ -203,6 +212,8 @@ class World:
             (faults.draft_crashes, lambda: self._crash("draft")),
             (faults.coordinator_crashes, lambda: self._crash("coordinator")),
             (faults.stalls, self._stall),
+            (faults.drains, self._drain),
+            (faults.pass_failures, self._fail_pass),
             (faults.replay, self._replay),
             (faults.forget, lambda: self._forget(garble=False)),
             (faults.garble, lambda: self._forget(garble=True)),
@@ -273,6 +284,20 @@ class World:
             self._away.discard(host.address)
         if not host.is_up and host.address not in self._away:
             host.start()
+
+    def _drain(self) -> None:
+        hosts = self._hosts("")
+        if hosts:
+            self.network.injected["drains"] += 1
+            host = self.rng.choice(hosts)
+            run_on(host.node, lambda: host.drain(lambda: self._restart(host)))
+
+    def _fail_pass(self) -> None:
+        hosts = [host for host in self.services if host.is_up]
+        if hosts:
+            self.network.injected["pass_failures"] += 1
+            failing = self.rng.choice(("before", "after"))
+            self.rng.choice(hosts).engine._executor.failing = failing
 
     def _stall(self) -> None:
         hosts = [host for host in self.services if host.is_up]
@@ -349,7 +374,7 @@ def _simulated(network: Network) -> Iterator[None]:
 
 @contextmanager
 def _watched(failures: list[str], setup: Setup) -> Iterator[None]:
-    handler = _Errors(failures, drafts_lie=bool(setup.faults.lie))
+    handler = _Errors(failures, setup.faults)
     root = logging.getLogger()
     root.addHandler(handler)
     level, propagating = root.level, logging.lastResort
