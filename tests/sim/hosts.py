@@ -196,6 +196,7 @@ class ServiceHost:
     def start(self) -> None:
         """A new incarnation, with nothing of the last one."""
         setup, side = self._setup, self.side
+        self._network.draining.discard(self.address)
         node = self.node = Node(self.address)
         num_pages = setup.target_pages if side == "target" else setup.draft_pages
         self.pool = BlockPool(num_pages, setup.page_size)
@@ -240,6 +241,7 @@ class ServiceHost:
         """End as asked: no new sessions, links end after a while, then the process."""
         node, links = self.node, self.links
         assert node is not None
+        self._network.draining.add(self.address)
         self.engine.drain()
         links.announce_drain()
 

@@ -402,6 +402,9 @@ class Network:
         self.calls: dict[Call, None] = {}  # in order of their beginning
         self.blocked: set[tuple[str, str]] = set()
         self.injected: Counter[str] = Counter()
+        # A frame that says "draining" is about its own stream for good; no network carries it into
+        # the stream of the next process, so it is never replayed.
+        self.draining: set[str] = set()
         self._old: dict[tuple[str, str], deque[bytes]] = {}
 
     # ------------------------------------------------------------ time
@@ -446,7 +449,7 @@ class Network:
 
     def remember(self, ends: tuple[str, str], item: bytes) -> None:
         """Keep a message for `replay`."""
-        if self._faults.replay:
+        if self._faults.replay and ends[0] not in self.draining:
             self._old.setdefault(ends, deque(maxlen=6)).append(item)
 
     def replay(self) -> bool:
