@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ _LAYER_NAMES = {
 }
 
 
+@contextmanager
+def _distrusted(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes the readers raise (anything, they promise nothing) is a
+    ConfigError naming the file."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as broken:
+        raise ConfigError(
+            f"{path} is not a usable GGUF file: {type(broken).__name__}: {broken}"
+        ) from broken
+
+
 class GgufModel:
     """One GGUF file, opened for reading. Raises ConfigError for anything unsupported."""
 
@@ -50,10 +65,8 @@ class GgufModel:
         if not path.is_file():
             raise ConfigError(f"{path} is missing")
         self._path = path
-        try:
+        with _distrusted(path):
             self._reader = GGUFReader(path)
-        except (ValueError, OSError) as broken:
-            raise ConfigError(f"{path} is not a GGUF file: {broken}") from broken
         architecture = self._field("general.architecture")
         if architecture != "llama":
             raise ConfigError(
@@ -65,7 +78,11 @@ class GgufModel:
             raise ConfigError(f"{path}: unsupported tensors {', '.join(unknown[:5])}; {_SUPPORTED}")
 
     def config(self) -> dict[str, Any]:
-        """Return the equivalent Hugging Face config.json."""
+        """Return the equivalent Hugging Face config.json. Raises ConfigError."""
+        with _distrusted(self._path):
+            return self._config()
+
+    def _config(self) -> dict[str, Any]:
         heads = int(self._field("llama.attention.head_count"))
         hidden = int(self._field("llama.embedding_length"))
         head_dim = int(self._field("llama.rope.dimension_count", hidden // heads))
@@ -99,7 +116,14 @@ class GgufModel:
         }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, float32 tensor), dequantised, rotary rows in half order."""
+        """Yield (Hugging Face name, float32 tensor), dequantised, rotary rows in half order.
+
+        Raises ConfigError.
+        """
+        with _distrusted(self._path):
+            yield from self._converted()
+
+    def _converted(self) -> Iterator[tuple[str, Tensor]]:
         heads = int(self._field("llama.attention.head_count"))
         kv_heads = int(self._field("llama.attention.head_count_kv", heads))
         for name, tensor in self._tensors.items():
@@ -114,7 +138,14 @@ class GgufModel:
             yield hf_name, weight
 
     def tokenizer(self) -> tuple[FastTokenizer, dict[str, Any]]:
-        """Build the tokenizer and its tokenizer_config.json from the metadata."""
+        """Build the tokenizer and its tokenizer_config.json from the metadata.
+
+        Raises ConfigError.
+        """
+        with _distrusted(self._path):
+            return self._tokenizer()
+
+    def _tokenizer(self) -> tuple[FastTokenizer, dict[str, Any]]:
         kind, pre = self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre", "gpt-2")
         if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
             raise ConfigError(
@@ -157,7 +188,8 @@ class GgufModel:
     def _field(self, name: str, default: Any = _REQUIRED) -> Any:
         field = self._reader.fields.get(name)
         if field is not None:
-            return field.contents()
+            with _distrusted(self._path):
+                return field.contents()
         if default is self._REQUIRED:
             raise ConfigError(f"{self._path} has no metadata field {name}")
         return default

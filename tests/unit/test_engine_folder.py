@@ -374,12 +374,32 @@ def test_unsupported_gguf_is_refused(llama: Any, tmp_path: Path, changes, messag
 def test_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
     """Other bytes, and no file at all, are configuration errors."""
     (tmp_path / "x.gguf").write_bytes(b"not a model" * 10)
-    with pytest.raises(ConfigError, match="is not a GGUF file"):
+    with pytest.raises(ConfigError, match="is not a usable GGUF file"):
         GgufModel(tmp_path / "x.gguf")
     with pytest.raises(ConfigError, match="is missing"):
         resolve_model(tmp_path / "y.gguf", tmp_path)
     with pytest.raises(ConfigError, match=r"neither a model folder nor a .gguf file"):
         resolve_model(tmp_path / "nowhere", tmp_path)
+
+
+def test_damaged_gguf_files_are_refused_whatever_is_damaged(llama: Any, tmp_path: Path) -> None:
+    """Overwritten and cut at places all over the header: ConfigError, or still a model."""
+    good = write_gguf(tmp_path / "good.gguf", llama).read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    refusals = []
+    for offset in range(0, 6000, 97):
+        for content in (good[:offset], good[:offset] + b"\xff" * 8 + good[offset + 8 :]):
+            damaged.write_bytes(content)
+            try:
+                model = GgufModel(damaged)
+                model.config()
+                model.tokenizer()
+                for _ in model.tensors():
+                    pass
+            except ConfigError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 62  # every cut file at least
+    assert all("damaged.gguf" in refusal for refusal in refusals)
 
 
 def test_cache_is_reused_repaired_and_guarded(llama: Any, tmp_path: Path) -> None:
