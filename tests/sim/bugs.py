@@ -6,6 +6,7 @@ enough to show it. What finds it is never told which bug it is.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from coordinator.drafting import Drafting
+from coordinator.links import ReplicaLink
 from coordinator.messages import Verdict
 from coordinator.protocol import Session as Protocol
 from coordinator.stops import Output, Shown
 from coordinator.tally import Round
 from kernels import reference
+from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.commands import CommandDesk
 from specmesh.engine.pages import PageTables
 from specmesh.engine.scheduler import Scheduler
@@ -190,7 +193,6 @@ def no_deadline_for_drafts(patch: MonkeyPatch) -> None:
 
 def cached_prefix_not_compared(patch: MonkeyPatch) -> None:
     """Pages of another prompt of the same length are taken for this one's."""
-    from specmesh.engine.block_pool import BlockPool
 
     def lookup(self: BlockPool, tokens: Sequence[int]) -> list[int]:
         pages: list[int] = []
@@ -205,6 +207,19 @@ def cached_prefix_not_compared(patch: MonkeyPatch) -> None:
         return pages
 
     patch.setattr(BlockPool, "lookup", lookup)
+
+
+def reset_link_stays_down(patch: MonkeyPatch) -> None:
+    """Streams that this side cancelled end the link's task with them."""
+    right = ReplicaLink._exchange
+
+    async def exchange(self: ReplicaLink) -> None:
+        streams = list(self._streams)
+        await right(self)
+        if any(stream._call._cancelled for stream in streams):
+            raise asyncio.CancelledError
+
+    patch.setattr(ReplicaLink, "_exchange", exchange)
 
 
 @dataclass(frozen=True)
@@ -252,4 +267,5 @@ BUGS = (
     ),
     Bug(no_deadline_for_drafts, faults=Faults(drop=0.1)),
     Bug(cached_prefix_not_compared, {"num_requests": 3}),
+    Bug(reset_link_stays_down, faults=Faults(resets=6, window_s=0.2)),
 )
