@@ -131,7 +131,7 @@ def test_outcome_does_not_depend_on_the_launch(
     device: str, judge: Launch, close: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leaves and tiles a program, and ids side by side, change no bit of the outcome."""
-    vocab_size = 20_000
+    vocab_size = 9001
     target, draft = batch_of(device, vocab_size, seed=4)
     round_ = round_of(
         torch.zeros(6, BUCKET, dtype=torch.int64, device=device), rules=MIXED, seeds=range(40, 46)
@@ -248,7 +248,7 @@ def test_sparse_rows_equal_the_reference(device: str, dtype: torch.dtype) -> Non
 
 def test_masses_carried_from_the_draw_change_nothing(device: str) -> None:
     """Rows of logits whose exponent and mass came with the draw are not summed again."""
-    vocab_size = 9001
+    vocab_size = 2003
     target, draft = batch_of(device, vocab_size, seed=9)
     round_ = round_of(torch.zeros(6, BUCKET, dtype=torch.int64, device=device))
     scratch = workspace(6, device)
@@ -453,7 +453,7 @@ def test_output_law_is_the_targets(device: str) -> None:
     """Draft, accept and residual over many seeds: the first token follows p, not q."""
     probs = torch.tensor([0.5, 0.3, 0.2])
     draft_probs = torch.tensor([0.2, 0.5, 0.3])
-    num = 400_000 if device == "cuda" else 120
+    num = 400_000 if device == "cuda" else 50
     logits = probs.log().to(device).expand(2 * num, 3)
     draft = draft_probs.log().to(device).expand(num, 1, 3)
     round_ = round_of(torch.zeros(num, 1, dtype=torch.int64, device=device))
