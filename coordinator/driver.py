@@ -217,10 +217,11 @@ class Driver:
             },
         )
         session = self._session
-        target, draft = session.target.replica or "", session.draft.replica
-        self._inbox.appendleft(
-            Lost(violation.side, target if violation.side is Side.TARGET else draft)
-        )
+        side = session.target if violation.side is Side.TARGET else session.draft
+        replica = side.replica or ""
+        if replica and side.round >= 0:  # its link lives on, and with it the session's pages there
+            self._send(Send(violation.side, replica, (Close(side.epoch, side.round),)))
+        self._inbox.appendleft(Lost(violation.side, replica))
 
     def _abandon(self) -> None:
         """A bug of ours: the request fails, the rest of the process goes on."""

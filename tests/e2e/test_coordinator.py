@@ -19,6 +19,7 @@ from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
 from specmesh.config import AdmissionSettings, SpeculationSettings
+from specmesh.engine.links import ServiceLink
 from specmesh.errors import (
     ContextTooLong,
     InternalError,
@@ -364,6 +365,32 @@ async def test_admission_is_bounded() -> None:
             served = await asyncio.gather(*(one(client) for _ in range(12)))
         assert served.count(True) == 4
         assert all(delay > 0 for delay in refused)
+        await stack.all_pages_free()
+
+
+@pytest.mark.parametrize("side", ["draft", "target"])
+async def test_a_replica_that_answers_nonsense_keeps_no_pages(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer of an epoch never opened: the session moves, and is closed where it was."""
+    frames, may_lie, told = ServiceLink.frames, asyncio.Event(), []
+
+    async def lying(link: ServiceLink) -> AsyncIterator[Any]:
+        async for frame in frames(link):
+            for result in frame.results:
+                answers = result.WhichOneof("result") in ("proposal", "verdict")
+                of_side = side in type(result).__name__.lower()
+                if answers and of_side and may_lie.is_set() and not told:
+                    told.append(result.session_id)
+                    result.epoch += 3
+            yield frame
+
+    monkeypatch.setattr(ServiceLink, "frames", lying)
+    async with running_stack(num_drafts=2, num_targets=2) as stack:
+        wanted = await tokens_of(stack, seed=3, num_draft_tokens=3)
+        may_lie.set()
+        assert await tokens_of(stack, seed=3, num_draft_tokens=3) == wanted
+        assert told
         await stack.all_pages_free()
 
 
