@@ -54,18 +54,18 @@ class _Servicer(generation_pb2_grpc.GenerationServiceServicer):
         if attempt in script.refusals:
             raise script.refusals[attempt]
         budget = script.losses.get(attempt)
-        for sent, response in enumerate(self._answer(request, attempt)):
-            if sent == budget:
-                if script.bare_status is not None:
-                    await context.abort(script.bare_status)
-                raise NotReady("scripted loss")
-            yield response
-        if script.hang:
-            try:
+        try:
+            for sent, response in enumerate(self._answer(request, attempt)):
+                if sent == budget:
+                    if script.bare_status is not None:
+                        await context.abort(script.bare_status)
+                    raise NotReady("scripted loss")
+                yield response
+            if script.hang:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                script.cancelled.set()
-                raise
+        except (asyncio.CancelledError, GeneratorExit):  # the latter: while a message was sent
+            script.cancelled.set()
+            raise
 
     def _answer(self, request: pb.GenerateRequest, attempt: int) -> Iterator[pb.GenerateResponse]:
         script = self._script
