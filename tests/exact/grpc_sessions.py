@@ -28,6 +28,7 @@ from tests.rpc.peers import (
     running,
     sampling,
 )
+from tests.telemetry.rounds import Round
 
 PAGE_SIZE = 32  # one page a session
 NextK = Callable[[int], int]  # round index -> candidates wanted
@@ -37,7 +38,8 @@ NextK = Callable[[int], int]  # round index -> candidates wanted
 class Generation:
     """One request: what was asked, and where it stands.
 
-    emitted_per_round: tokens of each round. num_judged and num_accepted: over all rounds.
+    emitted_per_round: tokens of each round. num_judged and num_accepted: over all rounds. reports:
+    what the target says of each round that it decided.
     """
 
     session_id: str
@@ -54,6 +56,7 @@ class Generation:
     emitted_per_round: list[list[int]] = field(default_factory=list)
     num_judged: int = 0
     num_accepted: int = 0
+    reports: list[Round] = field(default_factory=list)
     _digest: int = EMPTY_DIGEST
     _target_len: int = 0
     _target_accepted: int = 0
@@ -153,6 +156,14 @@ class Generation:
         self._append(emitted)
         if self.decide_at != AT_COORDINATOR:
             self._target_len = len(self.tokens)
+            self.reports.append(
+                Round(
+                    num_accepted,
+                    [judged.overlap for judged in verdict.judged],
+                    [token.is_argmax for token in verdict.emitted],
+                    [token.max_prob for token in verdict.emitted],
+                )
+            )
         if self._candidates:
             self._draft_accepted = num_accepted
             self.num_judged += min(num_accepted + 1, len(self._candidates))

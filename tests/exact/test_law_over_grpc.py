@@ -10,6 +10,7 @@ FALSE_ALARM a statistic: at most 1e-4 for all of them together.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from tests.exact import mutants
 from tests.exact.grpc_sessions import Generation, serve
 from tests.exact.tiny_llama import VOCAB_SIZE, logits_after, tiny_llama
 from tests.rpc.peers import AT_COORDINATOR, AT_TARGET, COUPLED, RESIDUAL
+from tests.telemetry.rounds import first_alarms
 
 FALSE_ALARM = 1e-6
 PROMPT = [1, 3]
@@ -248,6 +250,23 @@ def test_law_over_grpc_pooled(mixed_run: Run, rule: str) -> None:
             statistic, freedom = martingale_chi_square(generations, target_probs, ranks)
             total, total_freedom = total + statistic, total_freedom + freedom
     assert chi2.sf(total, total_freedom) > FALSE_ALARM
+
+
+def test_no_running_score_passes_5_over_grpc(mixed_run: Run) -> None:
+    """Over 50,000 rounds that the target decided, both rules in turn: no alarm. The coupled rule
+    has no overlaps to report, as no rows of the draft cross."""
+    rounds = [
+        report
+        for (rule, _, _), generations in mixed_run.generations.items()
+        for each in generations
+        for report in (
+            each.reports
+            if rule == "residual"
+            else [dataclasses.replace(report, overlaps=[]) for report in each.reports]
+        )
+    ]
+    assert len(rounds) >= 50_000
+    assert first_alarms(rounds) == {}
 
 
 @pytest.mark.parametrize("place", PLACES)

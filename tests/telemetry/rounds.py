@@ -6,7 +6,7 @@ from a seeded numpy generator, which is much faster than the product's streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kernels.reference import Coin, Draw, decide, run
 from kernels.streams import Purpose
+from specmesh.detectors import LawWatch
 
 VOCAB_SIZE = 8
 NUM_CONTEXTS = 64
@@ -30,6 +31,17 @@ class Round:
     overlaps: list[float]
     is_argmax: list[bool]
     max_probs: list[float]
+
+
+def first_alarms(rounds: Iterable[Round]) -> dict[str, int]:
+    """Rounds after which each detector first raised its alarm."""
+    watch, found = LawWatch(), {}
+    for number, step in enumerate(rounds, start=1):
+        if watch.observe_candidates(step.num_accepted, step.overlaps):
+            found["acceptance"] = number
+        if watch.observe_emitted(step.is_argmax, step.max_probs):
+            found["argmax"] = number
+    return found
 
 
 def _softmax(logits: Rows) -> Rows:

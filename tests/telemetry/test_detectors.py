@@ -7,29 +7,18 @@ import math
 import pytest
 
 from specmesh.detectors import ALARM_Z, MIN_VARIANCE, LawWatch, RunningZ
-from tests.telemetry.rounds import simulate
-
-
-def first_alarms(fault: str, seed: int, num_rounds: int) -> dict[str, int]:
-    """Rounds after which each detector first raised its alarm."""
-    watch, found = LawWatch(), {}
-    for number, step in enumerate(simulate(fault, seed, num_rounds), start=1):
-        if watch.observe_candidates(step.num_accepted, step.overlaps):
-            found["acceptance"] = number
-        if watch.observe_emitted(step.is_argmax, step.max_probs):
-            found["argmax"] = number
-    return found
+from tests.telemetry.rounds import first_alarms, simulate
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_correct_system_raises_no_alarm_in_50_000_rounds(seed: int) -> None:
     """Neither score passes 5 over 50,000 rounds of the production accept path."""
-    assert first_alarms("none", seed, 50_000) == {}
+    assert first_alarms(simulate("none", seed, 50_000)) == {}
 
 
 def test_a_draft_sampled_at_another_temperature_moves_the_acceptance_score() -> None:
     """Sampled at 0.7, sent at 1.0: found within 5,000 rounds (here 240) from outcomes alone."""
-    assert first_alarms("temperature", 0, 5_000)["acceptance"] < 1_000
+    assert first_alarms(simulate("temperature", 0, 5_000))["acceptance"] < 1_000
 
 
 @pytest.mark.parametrize(
@@ -38,7 +27,7 @@ def test_a_draft_sampled_at_another_temperature_moves_the_acceptance_score() -> 
 def test_a_closing_draw_from_the_wrong_law_moves_the_argmax_score(fault: str, bound: int) -> None:
     """Residual drawn from p (here after 1,356 rounds), bonus from the row before it (827). The
     acceptance score is blind to both: coins are thrown before the closing draw."""
-    alarms = first_alarms(fault, 0, bound)
+    alarms = first_alarms(simulate(fault, 0, bound))
     assert alarms.keys() == {"argmax"}
 
 

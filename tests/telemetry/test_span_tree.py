@@ -120,9 +120,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         flags["coordinator"] += ["--ray.enabled", "false", "--speculation.audit-ratio", "0.2"]
         for name in ("draft", "target"):
             flags[name] += ["--engine.num-threads", "1"]
-        options = StackOptions(
-            target, draft, folder / "logs", ports=Ports(0, 0, 0), extra=flags
-        )
+        options = StackOptions(target, draft, folder / "logs", ports=Ports(0, 0, 0), extra=flags)
         with Stack(plan(options)) as stack:
             stack.wait_ready(READY_TIMEOUT_S)
             address = stack.address("coordinator")

@@ -78,9 +78,9 @@ def test_three_processes_make_one_trace(tmp_path: Path) -> None:
         assert span.service == spec.service
         parent = by_id[span.parent_id].name if span.parent_id else None
         assert parent in spec.parents if spec.parents else parent is None
-        assert spec.required <= span.attributes.keys() <= spec.required | spec.optional | {
-            Key.SERVICE
-        }
+        assert (
+            spec.required <= span.attributes.keys() <= spec.required | spec.optional | {Key.SERVICE}
+        )
     assert len(trace.steps()) == 1 + sample.num_rounds
     served = [span.span_id for span in trace.spans if span.name in (PROPOSE, VERIFY)]
     linked = {span_id for batch in trace.batches for _, span_id in batch.links}
@@ -150,9 +150,9 @@ def test_a_line_is_the_official_message_in_official_json() -> None:
                 for key in message.keys() & {"traceId", "spanId", "parentSpanId"}:
                     message[key] = base64.b64encode(bytes.fromhex(message[key])).decode()
     read_back = ParseDict(line, ExportTraceServiceRequest())
-    assert read_back.SerializeToString(deterministic=True) == encode_spans(
-        spans
-    ).SerializeToString(deterministic=True)
+    assert read_back.SerializeToString(deterministic=True) == encode_spans(spans).SerializeToString(
+        deterministic=True
+    )
     tel.shutdown()
 
 
@@ -229,9 +229,7 @@ def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
     """Spans that claim to be each other's parent, or their own, are all shown once."""
     ids = ["b7ad6b7169203331", "b7ad6b7169203332", "b7ad6b7169203333"]
     parents = [ids[1], ids[0], ids[2]]
-    text = "".join(
-        line(spanId=own, parentSpanId=up) for own, up in zip(ids, parents, strict=True)
-    )
+    text = "".join(line(spanId=own, parentSpanId=up) for own, up in zip(ids, parents, strict=True))
     write(tmp_path, text)
     assert sorted(span.span_id for _, span in read(tmp_path).tree()) == ids
 
