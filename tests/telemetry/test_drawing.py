@@ -257,4 +257,5 @@ def test_a_browser_draws_the_page_from_disk(tmp_path: Path) -> None:
     assert '<div class="big">Round 3</div>' in dom  # the one that the link names, opened
     assert dom.count('class="group on"') == 1
     assert "&lt;/script&gt;&lt;b&gt;&amp;" in dom
-    assert re.search(r'class="tok rejected shown"', dom)
+    assert re.search(r'class="tok rejected shown"[^>]*> ?<s>', dom)
+    assert not re.search(r'class="tok (accepted|recovered|bonus) shown"[^>]*> ?<s>', dom)
