@@ -3,7 +3,8 @@
 A run is a script of choices. At each step the choices are: which of the messages that could reach
 the coordinator next does, or the one fault: a process dies, or a deadline passes before anything
 else happens. Events at services and callers are independent of each other and of what happens at
-the coordinator, so one order of them stands for all; what they send back is what is permuted.
+the coordinator, so one order of them stands for all; what they send back is what is permuted. A
+state that was met before is not explored again.
 """
 
 from __future__ import annotations
@@ -29,26 +30,39 @@ class _Event:
     work: Callable[[], Any]
     host: str
     channel: object
+    told: object
 
 
 class ExploringLoop(SimLoop):
     """Takes its choices from a script, then the first of each.
 
-    after_fault: whether the order of events after the last fault is a choice too.
+    after_fault: whether the order of events after the last fault is a choice too. seen: states
+    whose choices were all made before, in any run; from one of those on the first choice will do.
     """
 
-    def __init__(self, script: Sequence[int], num_faults: int, *, after_fault: bool) -> None:
+    def __init__(
+        self,
+        script: Sequence[int],
+        num_faults: int,
+        seen: set[tuple[int, int]],
+        *,
+        after_fault: bool,
+    ) -> None:
         super().__init__()
         self._script = script
         self._num_faults = num_faults
         self._after_fault = after_fault
+        self._seen = seen
+        self._is_known = False
         self._events: list[_Event] = []
         self._world: World | None = None
         self.taken: list[tuple[int, int]] = []
         self.named: list[str] = []  # the faults that were chosen
 
-    def event(self, when: float, work: Callable[[], Any], host: str, channel: object) -> None:
-        self._events.append(_Event(work, host, channel))
+    def event(
+        self, when: float, work: Callable[[], Any], host: str, channel: object, told: object
+    ) -> None:
+        self._events.append(_Event(work, host, channel, told))
 
     def begin(self, world: World) -> None:
         self._world = world
@@ -75,9 +89,15 @@ class ExploringLoop(SimLoop):
         inject()
 
     def _choose(self, count: int) -> int:
-        if count == 1 or not (self._num_faults or self._after_fault):
+        if count == 1 or self._is_known or not (self._num_faults or self._after_fault):
             return 0
         step = len(self.taken)
+        if step >= len(self._script) and self._world is not None:
+            state = hash(fingerprint(self._world, [(e.host, e.told) for e in self._events]))
+            self._is_known = (state, self._num_faults) in self._seen
+            if self._is_known:
+                return 0
+            self._seen.add((state, self._num_faults))
         index = self._script[step] if step < len(self._script) else 0
         self.taken.append((index, count))
         return index
@@ -117,6 +137,34 @@ class ExploringLoop(SimLoop):
         self.call_soon(callback, *arguments, context=context)
 
 
+def fingerprint(world: World, events: Sequence[object]) -> str:
+    """Everything that what happens next depends on, but for how long timers still run."""
+    parts: list[object] = [events]
+    for coordinator in world.coordinators:
+        fleet = coordinator.fleet
+        parts.append((coordinator.is_up, coordinator.group, sorted(fleet._seekers)))
+        parts += [(link.is_up, link.num_sessions) for link in fleet._links.values()]
+        for call in coordinator.servicer._calls.values():
+            for driver in call.drivers:
+                session = driver._session
+                draft = {k: v for k, v in vars(session.draft).items() if k[1:] not in _SHARED}
+                parts += [driver.session_id, session.stage, session.ledger.tokens, session.target]
+                parts += [draft, session._round, driver._inbox, sorted(map(str, driver._timers))]
+    for host in world.services:
+        parts.append((host.is_up, host.pool.num_free, host.engine._is_busy))
+        for session in host.engine._table:
+            answered = session.answer[0] if session.answer else None
+            at_work = session.task is not None
+            parts.append((session.session_id, session.epoch, session.ledger, answered, at_work))
+    for caller in world.callers:
+        received = caller.received
+        parts.append((received.tokens, received.num_attempts, received.finished is None))
+    return repr(parts)
+
+
+_SHARED = {"plan", "ledger", "actions"}  # of the draft's machine: told elsewhere
+
+
 @dataclass
 class Exploration:
     """What an exploration came to. faults: number of runs by fault."""
@@ -132,8 +180,9 @@ def explore(
     """Run every script."""
     found = Exploration(0, {}, [])
     script: list[int] | None = []
+    seen: set[tuple[int, int]] = set()
     while script is not None:
-        loop = ExploringLoop(script, num_faults, after_fault=after_fault)
+        loop = ExploringLoop(script, num_faults, seen, after_fault=after_fault)
         report = World(setup, [request], loop=loop).run()
         found.num_runs += 1
         for name in loop.named or ["none"]:

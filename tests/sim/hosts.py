@@ -118,7 +118,7 @@ class SimEngine(Engine):
         self._read_inbox(block=False)
         ran = self._turn()
         end = self._loop.now + (self._pass_s() if ran else 0.0)
-        self._loop.event(end, lambda: self._end_turn(ran), self._node.name, self)
+        self._loop.event(end, lambda: self._end_turn(ran), self._node.name, self, "turn")
 
     def _end_turn(self, ran: bool) -> None:
         if not self._node.alive:

@@ -52,7 +52,9 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def event(self, when: float, work: Callable[[], Any], _host: str, _channel: object) -> None:
+    def event(
+        self, when: float, work: Callable[[], Any], _host: str, _channel: object, _told: object
+    ) -> None:
         """Something happens at a host at that time. Here time alone decides the order."""
         self.call_at(when, work)
 

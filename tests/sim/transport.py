@@ -101,12 +101,12 @@ class Pipe:
             if network.happens("duplicate"):
                 self.num_unread += 1
                 at = network.loop.now + 3 * network.delay()
-                network.event(at, lambda: self._arrive(item), self._ends[1])
+                network.event(at, lambda: self._arrive(item), self._ends[1], None, item)
             network.remember(self._ends, item)
         at = max(self._last_at + 1e-6, network.loop.now + network.delay())
         self._last_at = at
         host = "handshake" if self._is_handshake else self._ends[1]
-        network.event(at, lambda: self._arrive(item), host, self)
+        network.event(at, lambda: self._arrive(item), host, self, (self._ends, item))
 
     def inject(self, item: bytes) -> None:
         """An old message turns up now."""
@@ -197,7 +197,7 @@ class Call:
         network.calls[self] = None
         if timeout is not None:
             network.later(timeout, self._expire)
-        network.soon(self._reach, self.address)
+        network.soon(self._reach, self.address, None, f"call {path}")
 
     # ------------------------------------------------------------ the client's end
 
@@ -251,7 +251,7 @@ class Call:
             return False
         self._cancelled = True
         if self.node.alive:
-            self.network.soon(self._leave, self.address)
+            self.network.soon(self._leave, self.address, None, f"leave {self._path}")
         self._finish(Status(grpc.StatusCode.CANCELLED, "cancelled here"))
         return True
 
@@ -297,10 +297,10 @@ class Call:
             return
         server = network.servers.get(self.address)
         if server is None or not server.node.alive:
-            network.soon(lambda: self.fail("connection refused"), "handshake")
+            network.soon(lambda: self.fail("connection refused"), "handshake", None, "refused")
             return
         self.server = server
-        network.soon(self._connected.set, "handshake")
+        network.soon(self._connected.set, "handshake", None, f"open {self._path}")
         self._task = run_on(server.node, lambda: network.loop.create_task(self._serve(server)))
 
     async def _serve(self, server: Server) -> None:
@@ -410,17 +410,17 @@ class Network:
     # ------------------------------------------------------------ time
 
     def event(
-        self, when: float, work: Callable[[], Any], host: str, channel: object = None
+        self, when: float, work: Callable[[], Any], host: str, channel: object, told: object
     ) -> None:
         """Something of the network's or a device's happens at a host at that simulated time.
 
-        channel: events of one keep their order whatever the time says.
+        channel: events of one keep their order whatever the time says. told: what it is.
         """
-        self.loop.event(when, work, host, channel)
+        self.loop.event(when, work, host, channel, told)
 
-    def soon(self, work: Callable[[], Any], host: str, channel: object = None) -> None:
+    def soon(self, work: Callable[[], Any], host: str, channel: object, told: object) -> None:
         """An event after one way through the network."""
-        self.event(self.loop.now + self.delay(), work, host, channel)
+        self.event(self.loop.now + self.delay(), work, host, channel, told)
 
     def later(self, delay_s: float, work: Callable[[], Any]) -> None:
         """Call work after a delay."""
@@ -506,9 +506,9 @@ class Network:
         for call in list(self.calls):
             if call.server is not None and call.server.node is node:
                 ends = (call.node.name, call.address)
-                self.soon(lambda call=call: call.fail("connection reset"), ends[0], ends)
+                self.soon(lambda call=call: call.fail("connection reset"), ends[0], ends, "reset")
             elif call.node is node:
-                self.soon(call.stop_server, call.address)
+                self.soon(call.stop_server, call.address, None, f"stop {call._path}")
                 call.fail("killed")
         for task in list(node.tasks):
             task.cancel()
