@@ -182,6 +182,7 @@ class ServiceHost:
         self.side, self.address = side, address
         self._setup, self._loop, self._network = setup, loop, network
         self._rng = random.Random(seed)
+        self._is_honest = side == "target" or not setup.faults.lie
         self.slow_until = 0.0
         self.node: Node | None = None
         self.engine: SimEngine
@@ -202,7 +203,12 @@ class ServiceHost:
         self.pool = BlockPool(num_pages, setup.page_size)
         self.cache = TinyCache(self.pool)
         salt = 0 if side == "target" else 1
-        model = TinyModel(setup.vocab_size, salt=salt, own_weight=setup.own_weight)
+        model = TinyModel(
+            setup.vocab_size,
+            salt=salt,
+            own_weight=setup.own_weight,
+            is_honest=self._is_honest,
+        )
         limits = Limits(setup.vocab_size, VOCAB_HASH, 4096, 64, num_pages, setup.page_size)
         observers = Observers(
             _TELEMETRY[side], _METRICS[side], lambda: int(self._loop.now * 1e9), 0
@@ -283,7 +289,7 @@ class ServiceHost:
     def _check(self) -> None:
         """After each turn: pages and published content are whole, ledgers sound, queues bounded."""
         self.pool.check_integrity()
-        for entry in self.pool._by_page.values():
+        for entry in self.pool._by_page.values() if self._is_honest else ():
             held = [each and each[0] for each in self.cache.page(entry.page)]
             assert held == list(entry.tokens), "a published page was rewritten"
         for session in self.engine._table:
