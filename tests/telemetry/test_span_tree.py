@@ -299,6 +299,36 @@ def test_prometheus_counters_are_the_sums_over_all_rounds(run: Run) -> None:
     assert coordinator["specmesh_audit_mismatches_total{kind=mismatch}"] == 0
 
 
+def test_prometheus_counters_are_the_sums_over_the_spans(run: Run) -> None:
+    """Added up from the exported rounds themselves; the unsampled call repeats the sampled one."""
+    rounds = [one.attributes for one in run.spans if one.span.name == ROUND]
+    rounds += [
+        one.attributes
+        for one in run.spans
+        if one.span.name == ROUND and one.span.trace_id.hex() == CALLER_TRACE
+    ]
+    wanted: Counter[str] = Counter()
+    for step in rounds:
+        drafted, accepted = (
+            int(str(step[key])) for key in (Key.NUM_DRAFT_TOKENS, Key.NUM_ACCEPTED)
+        )
+        wanted["specmesh_draft_tokens_total"] += drafted
+        wanted["specmesh_accepted_tokens_total"] += accepted
+        wanted["specmesh_audited_rounds_total"] += bool(step.get(Key.AUDITED))
+        wanted[f"specmesh_rounds_total{{closing={step[Key.CLOSING]}}}"] += 1
+        if not drafted and step.get(Key.FALLBACK):
+            wanted[f"specmesh_fallback_rounds_total{{reason={step[Key.FALLBACK]}}}"] += 1
+        for position in range(accepted):
+            wanted[f"specmesh_accepted_position_tokens_total{{position={position}}}"] += 1
+    found = {key: run.metrics["coordinator"][key] for key in wanted}
+    assert found == wanted
+    assert sum(found[key] for key in wanted if key.startswith("specmesh_rounds_total")) == len(
+        rounds
+    )
+    dropped = sum(sum(step.get(Key.DROPPED_MASS, ())) for step in rounds)  # type: ignore[arg-type, misc]  # numbers
+    assert run.metrics["coordinator"]["specmesh_dropped_mass_total"] == pytest.approx(dropped)
+
+
 def test_services_export_their_own_metrics(run: Run) -> None:
     """Commands, forward passes, pages and loop lag of both services; pages are free at the end."""
     for name, command in (("draft", "propose"), ("target", "verify")):
