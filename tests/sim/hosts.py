@@ -342,6 +342,7 @@ class CoordinatorHost:
                 setup.draft_prefill,
                 setup.max_running,
                 setup.max_unread_chunks,
+                setup.plain_steps,
             )
         )
         letters: Any = Letters()
@@ -394,7 +395,7 @@ _SETTINGS: dict[tuple[Any, ...], CoordinatorSettings] = {}
 def coordinator_settings(key: tuple[Any, ...]) -> CoordinatorSettings:
     """Settings of a run; building them takes longer than a request."""
     if key not in _SETTINGS:
-        num_draft_tokens, audit_ratio, draft_prefill, max_running, max_unread = key
+        num_draft_tokens, audit_ratio, draft_prefill, max_running, max_unread, steps = key
         _SETTINGS[key] = CoordinatorSettings(
             tokenizer=Path("."),
             links=LINKS,
@@ -405,6 +406,7 @@ def coordinator_settings(key: tuple[Any, ...]) -> CoordinatorSettings:
                 num_draft_tokens=num_draft_tokens,
                 audit_ratio=audit_ratio,
                 draft_prefill=draft_prefill,
+                plain_steps=steps,
             ),
         )
     return _SETTINGS[key]

@@ -62,6 +62,7 @@ class Setup:
     token_budget: int = 8
     max_running: int = 64
     num_draft_tokens: int | None = None
+    plain_steps: int = 4
     audit_ratio: float = 0.0
     draft_prefill: str = "auto"
     one_device: bool = False

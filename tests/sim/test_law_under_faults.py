@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,21 @@ def test_law_under_a_crash(kinds: tuple[str, ...]) -> None:
 def crashes_of(kinds: Sequence[str], at_s: float) -> list[Crash]:
     """All at once; a draft stays away for the rest of the request."""
     return [Crash(at_s, kind, 2.0 if kind == "draft" else 0.05) for kind in kinds]
+
+
+def test_law_where_a_stop_token_ends_plain_decoding() -> None:
+    """The draft dies, the coordinator dies while the target decodes plainly, the draft is back when
+    the caller resumes. One token a command: when a verdict comes does not depend on its value."""
+    setup, request = tiny(max_tokens=6)
+    setup = replace(setup, num_targets=1, plain_steps=1, pass_s=0.003)
+    request.ignore_eos = False
+    crashes = [Crash(0.0085, "draft", 0.03), Crash(0.0205, "coordinator", 0.03)]
+    law, _ = law_of_system(setup, request, crashes)
+    eos = setup.vocab_size - 1
+    wanted = law_of_target(
+        setup, request, lambda output: len(output) == 6 or (len(output) > 0 and output[-1] == eos)
+    )
+    assert law == wanted
 
 
 def is_found(setup: Setup, request: pb.GenerateRequest, crashes: Crashes) -> bool:
