@@ -19,11 +19,41 @@ from specmesh.round_record import RoundRecord
 # Buckets the GenAI conventions recommend; time per output token gets 1-7.5 ms below their 10 ms.
 REQUEST_BUCKETS = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKEN_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
 )
 OUTPUT_TOKEN_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5,
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
 )
 ROUND_BUCKETS = tuple(0.0005 * 2**power for power in range(15))
 MARGIN_BUCKETS = tuple(2.0**-power for power in range(24, -1, -3))
@@ -70,27 +100,39 @@ class CoordinatorMetrics:
         registry = self.registry
         labels = ("gen_ai_operation_name", "gen_ai_request_model")
         self._duration = Histogram(
-            "gen_ai_server_request_duration_seconds", "Whole request", (*labels, "error_type"),
-            buckets=REQUEST_BUCKETS, registry=registry,
+            "gen_ai_server_request_duration_seconds",
+            "Whole request",
+            (*labels, "error_type"),
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
         )
         self._first_token = Histogram(
-            "gen_ai_server_time_to_first_token_seconds", "Arrival to first token", labels,
-            buckets=FIRST_TOKEN_BUCKETS, registry=registry,
+            "gen_ai_server_time_to_first_token_seconds",
+            "Arrival to first token",
+            labels,
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
         )
         self._per_token = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "(duration - time to first token) / (tokens - 1)", labels,
-            buckets=OUTPUT_TOKEN_BUCKETS, registry=registry,
+            "(duration - time to first token) / (tokens - 1)",
+            labels,
+            buckets=OUTPUT_TOKEN_BUCKETS,
+            registry=registry,
         )
         self._queue = Histogram(
-            "specmesh_request_queue_seconds", "Arrival to admission",
-            buckets=FIRST_TOKEN_BUCKETS, registry=registry,
+            "specmesh_request_queue_seconds",
+            "Arrival to admission",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
         )
         self._finished = Counter(
             "specmesh_requests", "Samples finished", ("finish_reason",), registry=registry
         )
         self.refused = Counter(
-            "specmesh_requests_refused", "Requests refused before any work", ("reason",),
+            "specmesh_requests_refused",
+            "Requests refused before any work",
+            ("reason",),
             registry=registry,
         )
         self.running = Gauge("specmesh_requests_running", "Requests running", registry=registry)
@@ -102,14 +144,16 @@ class CoordinatorMetrics:
         registry = self.registry
         self._prompt_tokens = Counter("specmesh_prompt_tokens", "Prompt tokens", registry=registry)
         self._cached_tokens = Counter(
-            "specmesh_cached_tokens", "Prompt tokens found in the target's prefix cache",
+            "specmesh_cached_tokens",
+            "Prompt tokens found in the target's prefix cache",
             registry=registry,
         )
         self._output_tokens = Counter(
             "specmesh_output_tokens", "Tokens confirmed and delivered", registry=registry
         )
         self._good_tokens = Counter(
-            "specmesh_goodput_tokens", "Output tokens of samples that ended in stop or length",
+            "specmesh_goodput_tokens",
+            "Output tokens of samples that ended in stop or length",
             registry=registry,
         )
         self._draft_tokens = Counter(
@@ -119,22 +163,28 @@ class CoordinatorMetrics:
             "specmesh_accepted_tokens", "Candidates accepted", registry=registry
         )
         judged_at = Counter(
-            "specmesh_judged_position_tokens", "Candidates judged, by position in the block",
-            ("position",), registry=registry,
+            "specmesh_judged_position_tokens",
+            "Candidates judged, by position in the block",
+            ("position",),
+            registry=registry,
         )
         accepted_at = Counter(
-            "specmesh_accepted_position_tokens", "Candidates accepted, by position in the block",
-            ("position",), registry=registry,
+            "specmesh_accepted_position_tokens",
+            "Candidates accepted, by position in the block",
+            ("position",),
+            registry=registry,
         )
         # Looking a label up costs more than counting, so the children of hot series are kept.
         self._judged_at = [judged_at.labels(index) for index in range(MAX_POSITIONS)]
         self._accepted_at = [accepted_at.labels(index) for index in range(MAX_POSITIONS)]
         self._expected = Counter(
-            "specmesh_round_expected_tokens", "Sum of E[N] that the policy predicted",
+            "specmesh_round_expected_tokens",
+            "Sum of E[N] that the policy predicted",
             registry=registry,
         )
         self._measured = Counter(
-            "specmesh_round_measured_tokens", "Tokens emitted by the rounds that E[N] was for",
+            "specmesh_round_measured_tokens",
+            "Tokens emitted by the rounds that E[N] was for",
             registry=registry,
         )
 
@@ -146,11 +196,15 @@ class CoordinatorMetrics:
             "specmesh_fallback_rounds", "Rounds without candidates", ("reason",), registry=registry
         )
         self._round_duration = Histogram(
-            "specmesh_round_duration_seconds", "Whole round", buckets=ROUND_BUCKETS,
+            "specmesh_round_duration_seconds",
+            "Whole round",
+            buckets=ROUND_BUCKETS,
             registry=registry,
         )
         self._prefill_duration = Histogram(
-            "specmesh_prefill_duration_seconds", "Prompt to first token", buckets=ROUND_BUCKETS,
+            "specmesh_prefill_duration_seconds",
+            "Prompt to first token",
+            buckets=ROUND_BUCKETS,
             registry=registry,
         )
         round_time = Counter(
@@ -158,17 +212,22 @@ class CoordinatorMetrics:
         )
         self._round_time = {part: round_time.labels(part) for part in ROUND_PARTS}
         wire_bytes = Counter(
-            "specmesh_wire_bytes", "Command and result bytes", ("side", "direction"),
+            "specmesh_wire_bytes",
+            "Command and result bytes",
+            ("side", "direction"),
             registry=registry,
         )
         self._sent = {side: wire_bytes.labels(side, "sent") for side in SIDES}
         self._received = {side: wire_bytes.labels(side, "received") for side in SIDES}
         self._retries = Counter(
-            "specmesh_round_retries", "Tries beyond the first, repeats and moves, of rounds",
+            "specmesh_round_retries",
+            "Tries beyond the first, repeats and moves, of rounds",
             registry=registry,
         )
         self.stale_replies = Counter(
-            "specmesh_stale_replies", "Replies of an older epoch, dropped", ("side",),
+            "specmesh_stale_replies",
+            "Replies of an older epoch, dropped",
+            ("side",),
             registry=registry,
         )
         self.resyncs = Counter(
@@ -178,37 +237,49 @@ class CoordinatorMetrics:
             "specmesh_failovers", "Sessions moved to another replica", ("side",), registry=registry
         )
         self.link_up = Gauge(
-            "specmesh_link_up", "1 while the link is connected", ("side", "replica"),
+            "specmesh_link_up",
+            "1 while the link is connected",
+            ("side", "replica"),
             registry=registry,
         )
 
     def _checks(self) -> None:
         registry = self.registry
         self._dropped_mass = Counter(
-            "specmesh_dropped_mass", "Draft mass dropped by truncation, summed over rows",
+            "specmesh_dropped_mass",
+            "Draft mass dropped by truncation, summed over rows",
             registry=registry,
         )
         self._redraw = Counter(
-            "specmesh_redraw_mismatches", "Candidates that the re-draw check refuted",
+            "specmesh_redraw_mismatches",
+            "Candidates that the re-draw check refuted",
             registry=registry,
         )
         self._audited = Counter(
             "specmesh_audited_rounds", "Rounds decided again by the coordinator", registry=registry
         )
         self._audit_mismatch = Counter(
-            "specmesh_audit_mismatches", "Audited rounds with another outcome", ("kind",),
+            "specmesh_audit_mismatches",
+            "Audited rounds with another outcome",
+            ("kind",),
             registry=registry,
         )
         self._audit_margin = Histogram(
-            "specmesh_audit_mismatch_margin", "Relative margin of audit mismatches",
-            buckets=MARGIN_BUCKETS, registry=registry,
+            "specmesh_audit_mismatch_margin",
+            "Relative margin of audit mismatches",
+            buckets=MARGIN_BUCKETS,
+            registry=registry,
         )
         self.draft_disabled = Counter(
-            "specmesh_draft_disabled", "Requests whose draft was switched off", ("reason",),
+            "specmesh_draft_disabled",
+            "Requests whose draft was switched off",
+            ("reason",),
             registry=registry,
         )
         zscore = Gauge(
-            "specmesh_law_zscore", "Running z-score of the output law", ("detector",),
+            "specmesh_law_zscore",
+            "Running z-score of the output law",
+            ("detector",),
             registry=registry,
         )
         zscore.labels("acceptance").set_function(lambda: self.law.acceptance.z)
@@ -307,14 +378,19 @@ class ServiceMetrics:
         registry = self.registry = CollectorRegistry()
         self._side = side
         self.commands = Counter(
-            "specmesh_commands", "Commands answered", ("side", "command", "outcome"),
+            "specmesh_commands",
+            "Commands answered",
+            ("side", "command", "outcome"),
             registry=registry,
         )
         self.queue_time = self._histogram("specmesh_command_queue_seconds", "Wait for the device")
         self.forward_time = self._histogram("specmesh_forward_seconds", "One forward pass")
         self.batch_size = Histogram(
-            "specmesh_forward_batch_size", "Sequences in a forward pass", ("side",),
-            buckets=tuple(2**power for power in range(10)), registry=registry,
+            "specmesh_forward_batch_size",
+            "Sequences in a forward pass",
+            ("side",),
+            buckets=tuple(2**power for power in range(10)),
+            registry=registry,
         ).labels(side)
         self.batch_rows = self._counter("specmesh_forward_rows", "Token rows computed")
         self.preemptions = self._counter("specmesh_preemptions", "Sessions preempted")
@@ -328,9 +404,7 @@ class ServiceMetrics:
             "specmesh_service_redraw_mismatches", "Candidates that the re-draw check refuted"
         )
         self.warm_up = self._gauge("specmesh_warm_up_seconds", "Load, compile and first pass")
-        self._pages = Gauge(
-            "specmesh_kv_pages", "K/V pages", ("side", "state"), registry=registry
-        )
+        self._pages = Gauge("specmesh_kv_pages", "K/V pages", ("side", "state"), registry=registry)
         self._sessions = self._gauge("specmesh_sessions", "Open sessions")
         self._depth = self._gauge("specmesh_queue_depth", "Commands waiting for the device")
         self.event_loop_lag = loop_lag(registry)
@@ -357,8 +431,12 @@ class ServiceMetrics:
         self.batch_rows.inc(num_rows)
 
     def watch(
-        self, *, free_pages: Callable[[], int], total_pages: Callable[[], int],
-        num_sessions: Callable[[], int], num_waiting: Callable[[], int],
+        self,
+        *,
+        free_pages: Callable[[], int],
+        total_pages: Callable[[], int],
+        num_sessions: Callable[[], int],
+        num_waiting: Callable[[], int],
     ) -> None:
         """Read these at every scrape, from the scraping thread."""
         self._pages.labels(self._side, "free").set_function(free_pages)

@@ -21,8 +21,10 @@ LAG_PERIOD_S = 0.25
 def loop_lag(registry: CollectorRegistry) -> Histogram:
     """The histogram that `watch_event_loop` fills."""
     return Histogram(
-        "specmesh_event_loop_lag_seconds", "How late the event loop runs a timer",
-        buckets=LAG_BUCKETS, registry=registry,
+        "specmesh_event_loop_lag_seconds",
+        "How late the event loop runs a timer",
+        buckets=LAG_BUCKETS,
+        registry=registry,
     )
 
 

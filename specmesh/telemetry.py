@@ -156,22 +156,71 @@ class SpanSpec:
 
 
 _COMMAND = frozenset(
-    {Key.SESSION_ID, Key.EPOCH, Key.ROUND, Key.BASE_LEN, Key.NUM_DRAFT_TOKENS, Key.QUEUE_US,
-     Key.FORWARD_US, Key.BATCH_SIZE, Key.NUM_STEPS, Key.BEFORE, Key.AFTER}
+    {
+        Key.SESSION_ID,
+        Key.EPOCH,
+        Key.ROUND,
+        Key.BASE_LEN,
+        Key.NUM_DRAFT_TOKENS,
+        Key.QUEUE_US,
+        Key.FORWARD_US,
+        Key.BATCH_SIZE,
+        Key.NUM_STEPS,
+        Key.BEFORE,
+        Key.AFTER,
+    }
 )
 _STEP = frozenset({Key.BATCH_SIZE, Key.BATCH_ROWS})
 _ROUND = frozenset(
-    {Key.SESSION_ID, Key.SAMPLE_INDEX, Key.EPOCH, Key.ROUND, Key.BASE_LEN, Key.NUM_DRAFT_TOKENS,
-     Key.NUM_ACCEPTED, Key.NUM_EMITTED, Key.CLOSING, Key.DRAFT_US, Key.VERIFY_US, Key.WIRE_US,
-     Key.QUEUE_US, Key.MANAGE_US, Key.TARGET_SENT_BYTES, Key.TARGET_RECEIVED_BYTES,
-     Key.TARGET_BEFORE, Key.TARGET_AFTER}
+    {
+        Key.SESSION_ID,
+        Key.SAMPLE_INDEX,
+        Key.EPOCH,
+        Key.ROUND,
+        Key.BASE_LEN,
+        Key.NUM_DRAFT_TOKENS,
+        Key.NUM_ACCEPTED,
+        Key.NUM_EMITTED,
+        Key.CLOSING,
+        Key.DRAFT_US,
+        Key.VERIFY_US,
+        Key.WIRE_US,
+        Key.QUEUE_US,
+        Key.MANAGE_US,
+        Key.TARGET_SENT_BYTES,
+        Key.TARGET_RECEIVED_BYTES,
+        Key.TARGET_BEFORE,
+        Key.TARGET_AFTER,
+    }
 )
 _ROUND_OPTIONAL = frozenset(
-    {Key.TARGET_PROBS, Key.DRAFT_PROBS, Key.OVERLAPS, Key.DROPPED_MASS, Key.ENCODING, Key.FALLBACK,
-     Key.EXPECTED_TOKENS, Key.REDRAW_MISMATCH, Key.AUDITED, Key.AUDIT_MISMATCH, Key.AUDIT_MARGIN,
-     Key.RETRIES, Key.DRAFT_REPLICA, Key.TARGET_REPLICA, Key.DRAFT_EPOCH, Key.DRAFT_SENT_BYTES,
-     Key.DRAFT_RECEIVED_BYTES, Key.DRAFT_BEFORE, Key.DRAFT_AFTER, Key.CACHED_TOKENS,
-     Key.CANDIDATE_IDS, Key.EMITTED_IDS, Key.CANDIDATE_TEXTS, Key.EMITTED_TEXTS, Key.ERROR_TYPE}
+    {
+        Key.TARGET_PROBS,
+        Key.DRAFT_PROBS,
+        Key.OVERLAPS,
+        Key.DROPPED_MASS,
+        Key.ENCODING,
+        Key.FALLBACK,
+        Key.EXPECTED_TOKENS,
+        Key.REDRAW_MISMATCH,
+        Key.AUDITED,
+        Key.AUDIT_MISMATCH,
+        Key.AUDIT_MARGIN,
+        Key.RETRIES,
+        Key.DRAFT_REPLICA,
+        Key.TARGET_REPLICA,
+        Key.DRAFT_EPOCH,
+        Key.DRAFT_SENT_BYTES,
+        Key.DRAFT_RECEIVED_BYTES,
+        Key.DRAFT_BEFORE,
+        Key.DRAFT_AFTER,
+        Key.CACHED_TOKENS,
+        Key.CANDIDATE_IDS,
+        Key.EMITTED_IDS,
+        Key.CANDIDATE_TEXTS,
+        Key.EMITTED_TEXTS,
+        Key.ERROR_TYPE,
+    }
 )
 
 SPANS: Final[Mapping[str, SpanSpec]] = {
@@ -180,14 +229,36 @@ SPANS: Final[Mapping[str, SpanSpec]] = {
         SpanKind.SERVER,
         (),
         frozenset(
-            {Key.OPERATION, Key.PROVIDER, Key.REQUEST_MODEL, Key.REQUEST_MAX_TOKENS,
-             Key.REQUEST_TEMPERATURE, Key.REQUEST_SEED, Key.REQUEST_STREAM, Key.RESPONSE_ID,
-             Key.RESPONSE_MODEL, Key.FINISH_REASONS, Key.INPUT_TOKENS, Key.OUTPUT_TOKENS,
-             Key.RULE, Key.DECIDE_AT, Key.NUM_ROUNDS, Key.NUM_DRAFT_TOKENS, Key.NUM_ACCEPTED}
+            {
+                Key.OPERATION,
+                Key.PROVIDER,
+                Key.REQUEST_MODEL,
+                Key.REQUEST_MAX_TOKENS,
+                Key.REQUEST_TEMPERATURE,
+                Key.REQUEST_SEED,
+                Key.REQUEST_STREAM,
+                Key.RESPONSE_ID,
+                Key.RESPONSE_MODEL,
+                Key.FINISH_REASONS,
+                Key.INPUT_TOKENS,
+                Key.OUTPUT_TOKENS,
+                Key.RULE,
+                Key.DECIDE_AT,
+                Key.NUM_ROUNDS,
+                Key.NUM_DRAFT_TOKENS,
+                Key.NUM_ACCEPTED,
+            }
         ),
         frozenset(
-            {Key.REQUEST_TOP_P, Key.REQUEST_TOP_K, Key.REQUEST_CHOICES, Key.FIRST_CHUNK_S,
-             Key.CACHE_READ_TOKENS, Key.QUEUE_US, Key.ERROR_TYPE}
+            {
+                Key.REQUEST_TOP_P,
+                Key.REQUEST_TOP_K,
+                Key.REQUEST_CHOICES,
+                Key.FIRST_CHUNK_S,
+                Key.CACHE_READ_TOKENS,
+                Key.QUEUE_US,
+                Key.ERROR_TYPE,
+            }
         ),
     ),
     PREFILL: SpanSpec("coordinator", SpanKind.INTERNAL, (GENERATE,), _ROUND, _ROUND_OPTIONAL),
@@ -207,8 +278,17 @@ SPANS: Final[Mapping[str, SpanSpec]] = {
         (ROUND, PREFILL),
         _COMMAND,
         frozenset(
-            {Key.CACHED_TOKENS, Key.DEFERRED, Key.NUM_ACCEPTED, Key.NUM_EMITTED, Key.CLOSING,
-             Key.DECIDE_AT, Key.REDRAW_MISMATCH, Key.AUDITED, Key.ERROR_TYPE}
+            {
+                Key.CACHED_TOKENS,
+                Key.DEFERRED,
+                Key.NUM_ACCEPTED,
+                Key.NUM_EMITTED,
+                Key.CLOSING,
+                Key.DECIDE_AT,
+                Key.REDRAW_MISMATCH,
+                Key.AUDITED,
+                Key.ERROR_TYPE,
+            }
         ),
     ),
     DRAFT_FORWARD: SpanSpec(
@@ -259,7 +339,10 @@ class Telemetry:
     """
 
     def __init__(
-        self, service: str, settings: TelemetrySettings, instance_id: str,
+        self,
+        service: str,
+        settings: TelemetrySettings,
+        instance_id: str,
         processors: Sequence[SpanProcessor] = (),
     ) -> None:
         """`service`: "coordinator", "draft" or "target". Without processors nothing is recorded."""
@@ -311,7 +394,10 @@ class Telemetry:
         return cls(service, settings, instance_id, processors)
 
     def start(
-        self, name: str, context: Context | None, attributes: Attributes = None,
+        self,
+        name: str,
+        context: Context | None,
+        attributes: Attributes = None,
         start_ns: int | None = None,
     ) -> Span:
         """Start a span under `context`; the caller ends it. Names that have a parent in the table
@@ -325,8 +411,13 @@ class Telemetry:
         return self.tracer.start_span(name, context, spec.kind, own, start_time=start_ns)
 
     def record(
-        self, name: str, context: Context | None, start_ns: int, end_ns: int,
-        attributes: Attributes = None, links: Sequence[SpanContext] = (),
+        self,
+        name: str,
+        context: Context | None,
+        start_ns: int,
+        end_ns: int,
+        attributes: Attributes = None,
+        links: Sequence[SpanContext] = (),
     ) -> None:
         """Record a span after the fact, times in Unix nanoseconds. No-op when context is None.
 
@@ -341,7 +432,11 @@ class Telemetry:
         span.end(end_ns)
 
     def record_batch(
-        self, name: str, spans: Iterable[Span], start_ns: int, end_ns: int,
+        self,
+        name: str,
+        spans: Iterable[Span],
+        start_ns: int,
+        end_ns: int,
         attributes: Mapping[str, int],
     ) -> None:
         """Record one forward pass as the root of its own trace, linked both ways with `spans`.
@@ -354,8 +449,12 @@ class Telemetry:
             return
         linked = recording[:MAX_LINKS]
         batch = self.tracer.start_span(
-            name, Context(), SPANS[name].kind, {Key.SERVICE: self.service, **attributes},
-            links=[Link(span.get_span_context()) for span in linked], start_time=start_ns,
+            name,
+            Context(),
+            SPANS[name].kind,
+            {Key.SERVICE: self.service, **attributes},
+            links=[Link(span.get_span_context()) for span in linked],
+            start_time=start_ns,
         )
         if len(recording) > len(linked):
             batch.set_attribute(Key.DROPPED_LINKS, len(recording) - len(linked))

@@ -78,8 +78,11 @@ def _round(step: StoredSpan, commands: Sequence[StoredSpan], first_ns: int) -> d
     parts = {
         name: (step.number(key) or 0.0) / 1e3
         for name, key in (
-            ("draft", Key.DRAFT_US), ("verify", Key.VERIFY_US), ("wire", Key.WIRE_US),
-            ("manage", Key.MANAGE_US), ("queue", Key.QUEUE_US),
+            ("draft", Key.DRAFT_US),
+            ("verify", Key.VERIFY_US),
+            ("wire", Key.WIRE_US),
+            ("manage", Key.MANAGE_US),
+            ("queue", Key.QUEUE_US),
         )
     }
     return {

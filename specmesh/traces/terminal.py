@@ -274,7 +274,9 @@ def _print_time_split(trace: Trace, console: Console) -> None:
     if not whole_us:
         return
     parts = (
-        ("draft", Key.DRAFT_US), ("verify", Key.VERIFY_US), ("wire", Key.WIRE_US),
+        ("draft", Key.DRAFT_US),
+        ("verify", Key.VERIFY_US),
+        ("wire", Key.WIRE_US),
         ("manage", Key.MANAGE_US),
     )
     shares = [
