@@ -269,6 +269,30 @@ def test_plain_decoding_takes_larger_steps() -> None:
     assert not any(isinstance(action, PlaceDraft) for action in loopback.others)
 
 
+@pytest.mark.parametrize(
+    ("rule", "k", "stop_ids", "most"),
+    [
+        (Rule.RESIDUAL, None, frozenset({5}), 1),
+        (Rule.RESIDUAL, None, frozenset(), 8),
+        (Rule.RESIDUAL, 0, frozenset({5}), 8),
+        (Rule.COUPLED, None, frozenset({5}), 8),
+        (Rule.GREEDY, None, frozenset({5}), 8),
+    ],
+)
+def test_the_time_of_an_answer_never_tells_of_a_stop(
+    rule: Rule, k: int | None, stop_ids: frozenset[int], most: int
+) -> None:
+    """Steps stay single exactly where a redraw after a loss could use other noise (rule 12)."""
+    plan = plan_of(rule=rule, num_draft_tokens=k, stop_ids=stop_ids, plain_steps=8)
+    steps = [
+        command.num_steps
+        for send in run(plan).sent
+        for command in send.commands
+        if isinstance(command, Verify)
+    ]
+    assert max(steps) == most
+
+
 def test_audited_rounds_come_back_with_rows() -> None:
     """With ratio 1 every round of the target is handed to the audit with its rows."""
     loopback = run(plan_of(num_draft_tokens=2, audit_ratio=1.0), FakeDraft())
