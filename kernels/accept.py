@@ -1,11 +1,14 @@
 """Accept, residual and bonus of a batch of rounds in two launches: `specmesh::accept`.
 
-Launch 1, `_judge_kernel`, reads every row that may be judged once, a leaf (`row_state`) a program:
-no barrier, no atomic. Launch 2, `_close_kernel`, first judges its session from the leaves' few
-numbers (every program alike, so none waits): candidates against coins (u q(x) P < p(x) Q), against
-the target's own race winner (coupled), or against its argmax (greedy). Then it races the residual
-[p/P - q/Q]+ or the bonus row, and the program that finishes a session last writes the token. No
-probability tensor is written and the host reads nothing. The specification is `reference.decide`
+Launch 1, `_judge_kernel`, reads every row that may be judged once, a leaf (`row_state`) a program,
+session after session, and counts each leaf in its session. Launch 2, `_close_kernel`, may start
+while launch 1 still runs (programmatic dependent launch): a program waits until all leaves of its
+session are counted, so one session's race runs under another's reads. It first judges its session
+from the leaves' few numbers (every program alike): candidates against coins (u q(x) P < p(x) Q),
+against the target's own race winner (coupled), or against its argmax (greedy). Then it races the
+residual [p/P - q/Q]+ or the bonus row, and the program that finishes a session last writes the
+token. Launch 2 starts only when every program of launch 1 runs, so no wait can last for ever.
+No probability tensor is written and the host reads nothing. The specification is `reference.decide`
 and `decide_coupled`; the contract that makes a token independent of launch, batch and place is in
 `row_state`.
 
@@ -17,9 +20,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.philox import uniform_at, words_tile
 from kernels.row_state import (
+    INTERPRETING,
     LEAF_TILES,
     LN_2,
     LOG2_E,
@@ -118,15 +123,20 @@ def merge_winners(packed, exponents, top, seen, rule):
 def _judge_kernel(
     logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
     thresholds, draft, draft_ids, draft_temperatures, draft_thresholds,
-    leaf_exponents, leaf_masses, leaf_best, leaf_weights,
+    leaf_exponents, leaf_masses, leaf_best, leaf_weights, leaves_done,
     stride_row, stride_id, stride_db, stride_dk, stride_di, stride_ib, stride_ik, stride_ii,
-    vocab_size, num_leaves, num_sparse, num_slots,
+    vocab_size, num_leaves, num_sparse, num_slots, num_parts,
     BUCKET: tl.constexpr, KIND: tl.constexpr, SPARSE_PAD: tl.constexpr, TILE: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sessions x leaves, target rows then draft rows)."""
-    session, leaf = tl.program_id(0) // num_leaves, tl.program_id(0) % num_leaves
-    slot = tl.program_id(1)
+    """Grid: sessions x their leaves: of target rows, then of draft rows (one for a sparse row)."""
+    if EARLY and not INTERPRETING:
+        gdc_launch_dependents()
+    session, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
+    slot, leaf = part // num_leaves, part % num_leaves
+    if KIND == SPARSE:  # noqa: SIM102 - known when compiled
+        if slot > BUCKET:
+            slot, leaf = part - (BUCKET + 1) * (num_leaves - 1), tl.zeros_like(leaf)
     num = tl.load(num_candidates + session)
     rule = tl.load(rules + session)
     seed, base_len = tl.load(seeds + session), tl.load(base_lens + session)
@@ -166,25 +176,76 @@ def _judge_kernel(
             m, mass = weights_leaf(row, leaf, stride_di, vocab_size, TILE)
             tl.store(leaf_exponents + partial, m)
             tl.store(leaf_masses + partial, mass)
-        elif KIND == SPARSE:  # noqa: SIM102 - known when compiled
-            if leaf == 0:
-                candidate = tl.load(candidates + session * BUCKET + index).to(tl.int32)
-                row_ids = draft_ids + session.to(tl.int64) * stride_ib
-                m, mass, weight = sparse_row(
-                    row_ids + index.to(tl.int64) * stride_ik, row, stride_ii, stride_di,
-                    num_sparse, candidate, SPARSE_PAD,
-                )  # fmt: skip
-                tl.store(leaf_exponents + partial, m)
-                tl.store(leaf_masses + partial, mass)
-                tl.store(leaf_weights + partial, weight)
+        elif KIND == SPARSE:
+            candidate = tl.load(candidates + session * BUCKET + index).to(tl.int32)
+            row_ids = draft_ids + session.to(tl.int64) * stride_ib
+            m, mass, weight = sparse_row(
+                row_ids + index.to(tl.int64) * stride_ik, row, stride_ii, stride_di,
+                num_sparse, candidate, SPARSE_PAD,
+            )  # fmt: skip
+            tl.store(leaf_exponents + partial, m)
+            tl.store(leaf_masses + partial, mass)
+            tl.store(leaf_weights + partial, weight)
+    tl.debug_barrier()
+    tl.atomic_add(leaves_done + session, 1, sem="release")
 
 
 @triton.jit
-def _sparse_tile(ids, weights, stride_n, stride_w, num_ids, places_of, first_id,
-                 ROWS: tl.constexpr, RUN: tl.constexpr, SPARSE_PAD: tl.constexpr):  # fmt: skip
-    """The weights of a sparse row (ascending ids, padding -1 last) spread over one tile of ids."""
-    places = tl.arange(0, SPARSE_PAD)
-    token = tl.load(ids + places * stride_n, places < num_ids, other=-1)
+def _wait_until(counter, expected):
+    """Return when *counter >= expected; the caller's next atomic acquires what was counted."""
+    seen = tl.load(counter, volatile=True)
+    while seen < expected:
+        if not INTERPRETING:
+            tl.inline_asm_elementwise(
+                "nanosleep.u32 100; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+            )
+        seen = tl.load(counter, volatile=True)
+
+
+@triton.jit
+def _merged_leaves(leaf_exponents, leaf_masses, places, seen):
+    """(leaves' exponents, rows' exponents, masses, whether bad) that other programs wrote."""
+    exponents = tl.load(leaf_exponents + places, seen, other=float("-inf"), cache_modifier=".cg")
+    masses = tl.load(leaf_masses + places, seen, other=0, cache_modifier=".cg")
+    top, mass, bad = merge_masses(exponents, masses, 1)
+    return exponents, top, mass, bad
+
+
+@triton.jit
+def _draft_weights(
+    draft, draft_temperatures, draft_thresholds, leaf_weights, session, rows, token, wanted,
+    readable, draft_top, scale, own_leaf, stride_db, stride_dk, stride_di,
+    BUCKET: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """(the candidates' weights in the draft's rows on the scale 2^draft_top, the rows' scale)."""
+    draft_scale = scale
+    if KIND == SPARSE:
+        draft_weight = tl.load(leaf_weights + own_leaf, wanted, other=0.0, cache_modifier=".cg")
+    else:
+        own = session.to(tl.int64) * stride_db + rows.to(tl.int64) * stride_dk
+        own = draft + own + token.to(tl.int64) * stride_di
+        if KIND == LOGITS:
+            draft_score = tl.load(own, readable, other=float("-inf"))
+            draft_score = draft_score.to(tl.float32)
+            if draft_thresholds is not None:
+                bar = tl.load(draft_thresholds + session * BUCKET + rows, wanted, other=0.0)
+                draft_score = tl.where(draft_score < bar, float("-inf"), draft_score)
+            draft_scale = scale_of(tl.load(draft_temperatures + session), RESIDUAL)
+            origin = tl.where(draft_top == float("-inf"), 0.0, draft_top)
+            draft_weight = weigh(draft_score, draft_scale, origin)
+        else:
+            draft_weight = tl.load(own, readable, other=0.0).to(tl.float32)
+            draft_weight *= power_of_two(-tl.maximum(draft_top, -127.0))
+    return draft_weight, draft_scale
+
+
+@triton.jit
+def _sparse_tile(token, ids, weights, stride_n, stride_w, places_of, first_id,
+                 ROWS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """The weights of a sparse row (ascending ids, padding -1 last) spread over one tile of ids.
+
+    token: all ids of the row, read once; ids, weights: where they lie.
+    """
     known = token >= 0
     begin = tl.sum((known & (token < first_id)).to(tl.int32), 0)
     end = tl.sum((known & (token < first_id + ROWS * RUN)).to(tl.int32), 0)
@@ -210,9 +271,10 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
     thresholds, stop_ids, draft, draft_ids, draft_temperatures, draft_thresholds,
     draft_exponents, draft_masses, leaf_exponents, leaf_masses, leaf_best, leaf_weights,
-    arrivals, best_rates, tokens, counts, log_probs,
+    leaves_done, arrivals, best_rates, tokens, counts, log_probs,
     stride_row, stride_id, stride_db, stride_dk, stride_di, stride_ib, stride_ik, stride_ii,
     vocab_size, num_leaves, num_stops, num_sparse, num_slots, num_tiles, num_groups,
+    num_parts,
     BUCKET: tl.constexpr, BUCKET_PAD: tl.constexpr, LEAVES_PAD: tl.constexpr, KIND: tl.constexpr,
     STOPS_PAD: tl.constexpr, SPARSE_PAD: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr,
@@ -241,11 +303,11 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     if thresholds is not None:
         bar = tl.load(thresholds + session * (BUCKET + 1) + rows, rows <= BUCKET, other=0.0)
         score = tl.where(score < bar, float("-inf"), score)
+    _wait_until(leaves_done + session, num_parts)
+    departed = tl.atomic_add(leaves_done + session, 1, sem="acquire")
     places = (session * num_slots + rows)[:, None] * num_leaves + leaves[None, :]
     seen = (rows <= num)[:, None] & (leaves < num_leaves)[None, :]
-    exponents = tl.load(leaf_exponents + places, seen, other=float("-inf"))
-    masses = tl.load(leaf_masses + places, seen, other=0)
-    top, mass, row_bad = merge_masses(exponents, masses, 1)
+    exponents, top, mass, row_bad = _merged_leaves(leaf_exponents, leaf_masses, places, seen)
     point = tl.where(top == float("-inf"), 0.0, top)
     draft_bad = proposed & ~valid
     target_mass = mass.to(tl.float64)
@@ -270,31 +332,15 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
                 draft_seen = proposed[:, None] & (leaves < num_leaves)[None, :]
                 if KIND == SPARSE:
                     draft_seen = draft_seen & (leaves < 1)[None, :]
-                draft_top, draft_mass, bad = merge_masses(
-                    tl.load(leaf_exponents + draft_places, draft_seen, other=float("-inf")),
-                    tl.load(leaf_masses + draft_places, draft_seen, other=0),
-                    1,
+                _, draft_top, draft_mass, bad = _merged_leaves(
+                    leaf_exponents, leaf_masses, draft_places, draft_seen
                 )
-            if KIND == SPARSE:
-                own = (session * num_slots + BUCKET + 1 + rows) * num_leaves
-                draft_weight = tl.load(leaf_weights + own, proposed, other=0.0)
-            else:
-                own = session.to(tl.int64) * stride_db + rows.to(tl.int64) * stride_dk
-                own = draft + own + token.to(tl.int64) * stride_di
-                if KIND == LOGITS:
-                    draft_score = tl.load(own, proposed & valid, other=float("-inf"))
-                    draft_score = draft_score.to(tl.float32)
-                    if draft_thresholds is not None:
-                        bar = tl.load(
-                            draft_thresholds + session * BUCKET + rows, proposed, other=0.0
-                        )
-                        draft_score = tl.where(draft_score < bar, float("-inf"), draft_score)
-                    draft_scale = scale_of(tl.load(draft_temperatures + session), rule)
-                    origin = tl.where(draft_top == float("-inf"), 0.0, draft_top)
-                    draft_weight = weigh(draft_score, draft_scale, origin)
-                else:
-                    draft_weight = tl.load(own, proposed & valid, other=0.0).to(tl.float32)
-                    draft_weight *= power_of_two(-tl.maximum(draft_top, -127.0))
+            own_leaf = (session * num_slots + BUCKET + 1 + rows) * num_leaves
+            draft_weight, draft_scale = _draft_weights(
+                draft, draft_temperatures, draft_thresholds, leaf_weights, session, rows, token,
+                proposed, proposed & valid, draft_top, scale, own_leaf, stride_db, stride_dk,
+                stride_di, BUCKET, KIND,
+            )  # fmt: skip
             draft_bad |= proposed & (bad | ~(draft_weight > 0))
             u = uniform_at(
                 seed, tl.zeros([BUCKET_PAD], tl.int32), base_len + rows, base_len, ACCEPT_STREAM
@@ -305,7 +351,7 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
             drawn = tl.where(draft_weight > 0, draft_weight, 1.0)
             draft_log2 = tl.log2(drawn) - log2_mass(draft_mass)
     else:
-        packed = tl.load(leaf_best + places, seen, other=0)
+        packed = tl.load(leaf_best + places, seen, other=0, cache_modifier=".cg")
         winner = merge_winners(packed, exponents, top, seen, rule)
         kept = proposed & (winner == token)
 
@@ -339,6 +385,8 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         shown = judged & proposed & live
         tl.store(pair, tl.where(shown, target_log2 * LN_2, 0.0), rows < BUCKET)
         tl.store(pair + 1, tl.where(shown, draft_log2 * LN_2, 0.0), rows < BUCKET)
+    if departed == num_parts + tl.where(rule == RESIDUAL, num_groups, 1) - 1:
+        tl.store(leaves_done + session, 0)  # every program of the session has passed the wait
     if ~closes | (rule != RESIDUAL):
         return
 
@@ -362,6 +410,10 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         draft_row += session.to(tl.int64) * stride_db + last.to(tl.int64) * stride_dk
         if KIND == SPARSE:
             draft_row_ids += session.to(tl.int64) * stride_ib + last.to(tl.int64) * stride_ik
+            at_sparse = tl.arange(0, SPARSE_PAD)
+            sparse_ids = tl.load(
+                draft_row_ids + at_sparse * stride_ii, (at_sparse < num_sparse) & rejected, other=-1
+            )
         if KIND == LOGITS:
             if draft_thresholds is not None:  # noqa: SIM102 - known when compiled
                 if rejected:
@@ -390,8 +442,8 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
             if rejected:
                 if KIND == SPARSE:
                     share = _sparse_tile(
-                        draft_row_ids, draft_row, stride_ii, stride_di, num_sparse,
-                        ids, tile * (ROWS * RUN), ROWS, RUN, SPARSE_PAD,
+                        sparse_ids, draft_row_ids, draft_row, stride_ii, stride_di, ids,
+                        tile * (ROWS * RUN), ROWS, RUN,
                     )  # fmt: skip
                 elif KIND == WEIGHTS:
                     share = held.to(tl.float32)

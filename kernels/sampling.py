@@ -117,12 +117,12 @@ class Draws:
 
 
 def workspace(batch: int, device: torch.device | str) -> Tensor:
-    """Scratch for `accept` and `draw` calls of up to `batch` sessions: int64 [batch, 2], zero.
+    """Scratch for `accept` and `draw` calls of up to `batch` sessions: int64 [batch, 3], zero.
 
     Arrival counters and best rates, returned to zero by every call. Calls that may run at the same
     time (two streams) need one each.
     """
-    return torch.zeros(batch, 2, dtype=torch.int64, device=device)
+    return torch.zeros(batch, 3, dtype=torch.int64, device=device)
 
 
 def accept(
@@ -177,9 +177,11 @@ def _launch_accept(
     outputs = _accept_outputs(candidates)
     num_leaves = triton.cdiv(vocab_size, LEAF)
     sparse = kind == DraftKind.SPARSE
-    num_slots = bucket + 1
+    num_slots, num_parts = bucket + 1, (bucket + 1) * num_leaves
     if kind and draft_masses is None:
         num_slots += bucket
+        num_parts += bucket if sparse else bucket * num_leaves
+    arrivals, best_rates, leaves_done = scratch.view(3, -1)
     partials = _leaf_outputs(batch * num_slots * num_leaves, logits.device)
     leaf_weights = torch.empty_like(partials[0]) if sparse else None
     ids_strides = draft_ids.stride() if sparse and draft_ids is not None else (0, 0, 0)
@@ -192,23 +194,24 @@ def _launch_accept(
         thresholds,
     )  # fmt: skip
     drafts = (draft, draft_ids, draft_temperatures, draft_thresholds)
-    _judge_kernel[(batch * num_leaves, num_slots)](
-        *rows, *drafts, *partials, leaf_weights, *strides,
-        vocab_size, num_leaves, num_sparse, num_slots,
+    _judge_kernel[(batch * num_parts,)](
+        *rows, *drafts, *partials, leaf_weights, leaves_done, *strides,
+        vocab_size, num_leaves, num_sparse, num_slots, num_parts,
         BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
-        num_warps=judge.num_warps, maxnreg=judge.max_registers,
+        EARLY=close.early, num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
     num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
     num_groups = triton.cdiv(num_tiles, close.per_program)
     _close_kernel[(batch * num_groups,)](
         *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
-        scratch.view(-1)[:batch], scratch.view(-1)[scratch.shape[0] :], *outputs, *strides,
+        leaves_done, arrivals, best_rates, *outputs, *strides,
         vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_tiles, num_groups,
+        num_parts,
         BUCKET=bucket, BUCKET_PAD=max(2, triton.next_power_of_2(bucket + 1)),
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
         ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=close.per_program,
-        num_warps=close.num_warps, maxnreg=close.max_registers,
+        num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
     return outputs
 

@@ -18,6 +18,7 @@ class Launch:
     """num_warps, and for the closing draw: rows runs of ids a tile, per_program tiles in turn.
 
     max_registers: a cap a thread, so that more warps fit; None leaves it to the compiler.
+    early: the closing draw starts while rows are still being judged (sm_90 and later).
 
     Few warps a program: one needs no barrier, and a reduction is a few shuffles.
     """
@@ -26,6 +27,7 @@ class Launch:
     rows: int = 4
     per_program: int = 1
     max_registers: int | None = None
+    early: bool = False
 
     @property
     def run(self) -> int:
@@ -44,7 +46,7 @@ class Search:
 
 _JUDGE = {"sm_90": Launch(1, max_registers=96), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
-_CLOSE = {"sm_90": Launch(1, rows=4, per_program=8), "cpu": Launch(16, rows=4)}
+_CLOSE = {"sm_90": Launch(1, rows=4, per_program=8, early=True), "cpu": Launch(16, rows=4)}
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
 _SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)

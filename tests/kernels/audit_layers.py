@@ -50,7 +50,7 @@ def accept_launches(kind: DraftKind, dtype: torch.dtype) -> Iterator[tuple[str, 
             longs(BATCH), ints(BATCH), ints(BATCH), floats(BATCH), ints(BATCH, 2),
             floats(BATCH, BUCKET + 1) if filters else None, None, int(kind), rows, ids,
             floats(BATCH), floats(BATCH, BUCKET) if filters else None, None, None, VOCAB,
-            longs(BATCH, 2),
+            longs(BATCH, 3),
         )  # fmt: skip
     for launch, name in zip(launches, ("judge", "close"), strict=True):
         yield f"{name}-{kind.name.lower()}-{dtype}", launch
@@ -64,7 +64,7 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
     with recorded(sampling, "_draw_kernel") as launches:
         sampling._launch_draw(
             meta(BATCH, VOCAB), longs(BATCH), ints(BATCH), ints(BATCH), ints(BATCH),
-            floats(BATCH), None, VOCAB, longs(BATCH, 2),
+            floats(BATCH), None, VOCAB, longs(BATCH, 3),
         )  # fmt: skip
     yield "draw", launches[0]
     with recorded(shaping, "_groups_kernel", "_threshold_kernel") as launches:
