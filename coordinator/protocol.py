@@ -41,7 +41,6 @@ from coordinator.messages import (
     Outcome,
     PeerViolation,
     PlaceTarget,
-    Rule,
     Send,
     SessionPlan,
     Side,
@@ -296,24 +295,13 @@ class Session:
         assert current is not None
         current.drop_candidates(fallback)
         current.audit = self._is_audited()
-        if self.plan.decide_here or current.audit or self._shows_stops_in_time():
+        if self.plan.decide_here or current.audit or self.plan.shows_stops_in_time:
             current.num_steps = 1
         else:
             room = self.plan.max_len - current.base_len
             current.num_steps = min(self._plain_steps, room)
             self._plain_steps = min(2 * self._plain_steps, self.plan.plain_steps)
         self._send_verify()
-
-    def _shows_stops_in_time(self) -> bool:
-        """Whether a command of several steps could bend the law by when it is answered.
-
-        A stop id ends it early. Were this replica lost in between, only the sequences without one
-        would be drawn again, and with other noise where a draft is back by then (rule 12). Coupled
-        and greedy draws repeat themselves, and so do those of a request that never drafts.
-        """
-        plan = self.plan
-        drafts = plan.num_draft_tokens != 0
-        return plan.rule is Rule.RESIDUAL and drafts and bool(plan.stop_ids)
 
     def _is_audited(self) -> bool:
         """A fixed share of rounds, picked by the digest of the prefix: no draw is spent on it."""
