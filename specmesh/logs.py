@@ -45,7 +45,10 @@ class JsonFormatter(logging.Formatter):
             "message": _message(record),
         }
         for key, value in vars(record).items():
-            if key not in _STANDARD and key not in fields and value not in ("", None):
+            # Underscored attributes are other libraries' own (Ray stamps every record).
+            if key in _STANDARD or key in fields or key.startswith("_"):
+                continue
+            if value not in ("", None):
                 fields[key] = value if isinstance(value, bool | int | float) else _cut(str(value))
         if record.exc_info and record.exc_info[1] is not None:
             fields["exception"] = _exception(record.exc_info[1])
