@@ -260,11 +260,15 @@ class Engine:
             finished = self._desk_completed()
 
     def _advance(self, finished: list[Finished], logits: torch.Tensor) -> None:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # rows are small: waking a second thread costs more than it saves
         try:
             outcomes = self._role.advance(finished, logits)
         except Exception as error:
             logger.exception("deciding a pass failed")
             outcomes = [InternalError(f"unexpected {type(error).__name__}")] * len(finished)
+        finally:
+            torch.set_num_threads(num_threads)
         for entry, outcome in zip(finished, outcomes, strict=True):
             if outcome is None:
                 self._scheduler.add(entry.task)
