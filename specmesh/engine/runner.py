@@ -72,6 +72,7 @@ class Engine:
         self._executor = StepExecutor(device, observers.clock_ns)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_submitted = 0
+        self._num_unread: dict[Link, int] = {}  # commands of a link that the worker has not read
         self._submit_lock = threading.Lock()
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, name=f"{role.wire.side}-engine")
@@ -106,17 +107,18 @@ class Engine:
     def submit(self, link: Link, commands: Sequence[Any]) -> bool:
         """Hand in one frame's commands, in order. Never blocks; too many are answered TOO_BUSY.
 
-        False, and nothing taken, where even those answers would pile up: the peer does not wait
-        for any.
+        False, and nothing taken, where even those answers would pile up: this peer does not wait
+        for any. What other links have sent does not count against it.
         """
         arrived_ns = self._observers.clock_ns()
         most = self._options.max_waiting_commands
         with self._submit_lock:
-            num_unread = self._num_submitted - self._desk.num_answered
+            num_unread = self._num_unread.get(link, 0)
             if num_unread and num_unread + len(commands) > FLOOD_FACTOR * most:
                 return False
             room = most - self.num_waiting
             self._num_submitted += len(commands)
+            self._num_unread[link] = num_unread + len(commands)
         self._inbox.put(lambda: self._accept(link, commands, arrived_ns, room))
         return True
 
@@ -160,6 +162,10 @@ class Engine:
     # ------------------------------------------------------------ worker thread
 
     def _accept(self, link: Link, commands: Sequence[Any], arrived_ns: int, room: int) -> None:
+        with self._submit_lock:
+            self._num_unread[link] -= len(commands)
+            if not self._num_unread[link]:
+                del self._num_unread[link]
         for index, command in enumerate(commands):
             if index >= room and command.WhichOneof("command") != "close":
                 self._desk.num_answered += 1

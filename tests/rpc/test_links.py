@@ -54,6 +54,7 @@ async def test_calls_are_answered_while_a_pass_runs() -> None:
             )
         assert info.info.vocab_size == VOCAB
         await link.send(script.close())
+        await submitted(service, 3)
         assert service.pool.num_used > 0  # not before the pass in flight has ended
         model.before_pass = lambda: None
         release.set()
@@ -131,10 +132,14 @@ async def test_a_peer_that_writes_without_end_loses_its_link() -> None:
             await read_to_end(link.stream)
         assert type(rpc.error_from_rpc(caught.value)) is TooBusy
         assert service.engine._num_submitted == 2 + FLOOD_FACTOR * 3
-        model.before_pass = lambda: None
-        release.set()
         async with linked(service) as other:
             again = Script("target", "again", list(PROMPT))
+            opening = asyncio.create_task(other.call(again.open()))  # while the flood is unread
+            await submitted(service, 3 + FLOOD_FACTOR * 3)
+            model.before_pass = lambda: None
+            release.set()
+            assert reason(await opening) in ("", "TOO_BUSY")
+            again = Script("target", "once more", list(PROMPT))
             await other.call(again.open())
             assert reason(await other.call(again.verify())) == ""
 

@@ -51,7 +51,7 @@ def test_a_record_is_one_line_with_its_fields(stream: io.StringIO) -> None:
 
 
 def test_private_attributes_of_other_libraries_are_no_fields(stream: io.StringIO) -> None:
-    """Other libraries stamp records privately (Ray does, of its process); lines stay as they are."""
+    """Other libraries stamp records privately, as Ray does; lines stay as they are."""
     logging.getLogger("specmesh.engine").info("ran", extra={"_stamp": 1, "num_free": 2})
     (record,) = lines(stream)
     assert "num_free" in record
