@@ -15,7 +15,7 @@ from importlib import metadata
 
 import typer
 
-from specmesh.cli import bench, demo, generate, health, plan, settings, trace, up
+from specmesh.cli import bench, demo, generate, health, inflate, plan, settings, trace, up
 from specmesh.cli.outcome import ExitCode, exit_code, help_text
 from specmesh.cli.output import stderr, writable_streams
 from specmesh.errors import SpecmeshError
@@ -36,6 +36,7 @@ app.command("chat")(generate.chat)
 app.command("health")(health.health)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
+app.command("inflate")(inflate.inflate)
 app.command("demo")(demo.demo)
 app.add_typer(trace.app, name="trace")
 app.add_typer(settings.app, name="config")
