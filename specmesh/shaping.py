@@ -111,6 +111,29 @@ class TokenShaper:
         self._prompt_ids = torch.empty(0, dtype=torch.int64)
         self._output_counts: Counter[int] = Counter()
 
+    @property
+    def filters(self) -> reference.Shaping:
+        """Temperature, top-k, top-p and min-p (and the penalties) as the kernels take them."""
+        return self._shaping
+
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p take ids away; never at temperature 0."""
+        shaping = self._shaping
+        return not self.is_greedy and (
+            shaping.top_k > 0 or shaping.top_p < 1.0 or shaping.min_p > 0.0
+        )
+
+    def depends_on_ids(self, output_len: int) -> bool:
+        """Whether a row after output_len tokens of output needs more than logits and filters:
+        a bias, penalties, or stop ids suppressed before min_tokens."""
+        suppresses = bool(self.stop_ids) and output_len < self._min_tokens
+        return self._has_penalties or self._bias is not None or suppresses
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens that count as the prompt."""
+        return self._prompt_len
+
     def rows(
         self, logits: Tensor, prefix: Sequence[int], candidates: Sequence[int]
     ) -> Sequence[Tensor]:

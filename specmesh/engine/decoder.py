@@ -7,7 +7,7 @@ given a `StepBatch` and returns logits. How an operation runs on a device is `la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.reference_layers import inverse_frequencies, rope_amplitude, rope_table
-from specmesh.engine.attention import (
-    LayerInput,
-    PoolShape,
-    StepLayout,
-    Workspace,
-    attend,
-    lay_out,
-    write_kv,
-)
+from specmesh.engine.attention import PoolShape, Workspace, lay_out
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.layer_ops import LayerOps, Linear, layer_ops
+from specmesh.engine.step_attention import GatheredAttention, HeadNorms, StepAttention
 from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fingerprint
 from specmesh.errors import ConfigError
 from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -100,11 +93,9 @@ class _Layer:
     qkv: Linear
     out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
+    gated: Callable[[Tensor], Tensor]
     down: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int | None
+    head_norms: HeadNorms | None
 
 
 class Decoder:
@@ -119,17 +110,23 @@ class Decoder:
         device: str | torch.device = "cpu",
         fingerprint: str = "",
         embedding_from: Decoder | None = None,
+        fused: bool = False,
+        invariant: bool = True,
     ) -> None:
+        """Place the weights. fused: run the project's kernels, which `paged` steps need; invariant:
+        a row's bits then do not depend on its batch. Raises ConfigError."""
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.fingerprint = fingerprint
         _check_placement(self.device, dtype)
         if embedding_from is not None:
             _check_shared_embedding(spec, embedding_from, dtype, self.device)
         checkpoint.check(spec, shared_embedding=embedding_from is not None)
-        self._ops = layer_ops(self.device, dtype)
+        self.is_fused, self.is_invariant = fused, fused and invariant
+        self._ops = _choose_ops(self.device, dtype, fused=fused, invariant=invariant)
         self._workspace = Workspace(dtype, self.device)
         self._frequencies = inverse_frequencies(spec.rope).to(self.device)
         self._amplitude = rope_amplitude(spec.rope)
+        self._rope_tables: tuple[Tensor, Tensor] | None = None
         if embedding_from is not None:
             self._embedding: Tensor = embedding_from._embedding
             self._head: Linear = embedding_from._head
@@ -170,47 +167,40 @@ class Decoder:
             spec.windows,
             self.dtype,
         )
-        cos, sin = rope_table(batch.positions, self._frequencies, self._amplitude)
-        stream = F.embedding(batch.token_ids, self._embedding)
+        rotation = rope_table(batch.positions, self._frequencies, self._amplitude)
+        attention = GatheredAttention(spec, cache, layout, rotation, self._workspace)
+        all_rows = batch.logit_rows.numel() == len(batch.positions)
+        logits = self.run(batch.token_ids, attention, None if all_rows else batch.logit_rows)
+        return (logits[batch.logit_rows] if all_rows else logits).float()
+
+    def run(self, token_ids: Tensor, attention: StepAttention, logit_rows: Tensor | None) -> Tensor:
+        """All layers over packed tokens: logits [num_rows, num_embeddings] in the decoder's type.
+
+        token_ids: int [num_tokens]. logit_rows: int [num_rows], the tokens whose logits are wanted;
+        None means all, in order. Writes K/V through `attention`. Does not wait for the device.
+        """
+        eps, norm = self.spec.rms_eps, self._ops.rmsnorm
+        stream = F.embedding(token_ids, self._embedding)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            attended = self._attend(layer, stream, (cos, sin), cache.pools[i], layout)
-            if i == last and batch.logit_rows.numel() < stream.shape[0]:
+            qkv = layer.qkv(norm(stream, layer.attention_norm, eps))
+            attended = attention(qkv, i, layer.head_norms)
+            if i == last and logit_rows is not None:
                 # Past the last keys and values only the wanted rows matter.
-                attended, stream = attended[batch.logit_rows], stream[batch.logit_rows]
+                attended, stream = attended[logit_rows], stream[logit_rows]
+                if not stream.shape[0]:
+                    return stream.new_zeros((0, self.spec.num_embeddings))
             stream = layer.out(attended, stream)
-            normed = self._ops.rmsnorm(stream, layer.mlp_norm, spec.rms_eps)
-            stream = layer.down(self._ops.swiglu(layer.gate_up(normed)), stream)
-        if batch.logit_rows.numel() == len(batch.positions):
-            stream = stream[batch.logit_rows]
-        if not stream.shape[0]:
-            return stream.new_zeros((0, spec.num_embeddings), dtype=torch.float32)
-        return self._head(self._ops.rmsnorm(stream, self._final_norm, spec.rms_eps)).float()
+            stream = layer.down(layer.gated(norm(stream, layer.mlp_norm, eps)), stream)
+        return self._head(norm(stream, self._final_norm, eps))
 
-    def _attend(
-        self,
-        layer: _Layer,
-        stream: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        pool: Tensor,
-        layout: StepLayout,
-    ) -> Tensor:
-        """Norm, projection, rotation, K/V write and attention: [num_tokens, heads * head_dim]."""
-        spec = self.spec
-        qkv = layer.qkv(self._ops.rmsnorm(stream, layer.attention_norm, spec.rms_eps))
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated = heads[:, :num_rotated]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = self._ops.rmsnorm(heads[:, : spec.num_heads], layer.q_norm, spec.rms_eps)
-            keys = heads[:, spec.num_heads : num_rotated]
-            rotated = torch.cat((queries, self._ops.rmsnorm(keys, layer.k_norm, spec.rms_eps)), 1)
-        rotated = self._ops.rope(rotated, *rotation)
-        inputs = LayerInput(
-            rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
-        )
-        write_kv(pool, layout, inputs.keys, inputs.values)
-        return attend(inputs, pool, layout, layer.window, self._workspace)
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """(cos, sin) float32 [max_context_len, rotary_dim / 2] of every position, made once."""
+        if self._rope_tables is None:
+            positions = torch.arange(self.spec.max_context_len, device=self.device)
+            cos, sin = rope_table(positions, self._frequencies, self._amplitude)
+            self._rope_tables = cos.float().contiguous(), sin.float().contiguous()
+        return self._rope_tables
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
@@ -218,26 +208,37 @@ class Decoder:
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:
         layer, spec = f"model.layers.{index}", self.spec
 
-        def merged(names: tuple[str, ...], bias: bool) -> Linear:
+        def merged(names: tuple[str, ...], bias: bool) -> tuple[Tensor, Tensor | None]:
             weights = [self._place(checkpoint.tensor(f"{layer}.{n}.weight")) for n in names]
             biases = [self._place(checkpoint.tensor(f"{layer}.{n}.bias")) for n in names if bias]
-            return self._ops.linear(torch.cat(weights), torch.cat(biases) if bias else None)
+            return torch.cat(weights), torch.cat(biases) if bias else None
 
         def vector(name: str) -> Tensor:
             return self._place(checkpoint.tensor(f"{layer}.{name}.weight"))
 
         projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        linear = self._ops.linear
         return _Layer(
             attention_norm=vector("input_layernorm"),
-            qkv=merged(projections, spec.qkv_bias),
-            out=merged(("self_attn.o_proj",), spec.out_bias),
+            qkv=linear(*merged(projections, spec.qkv_bias)),
+            out=linear(*merged(("self_attn.o_proj",), spec.out_bias)),
             mlp_norm=vector("post_attention_layernorm"),
-            gate_up=merged(("mlp.gate_proj", "mlp.up_proj"), spec.mlp_bias),
-            down=merged(("mlp.down_proj",), spec.mlp_bias),
-            q_norm=vector("self_attn.q_norm") if spec.qk_norm else None,
-            k_norm=vector("self_attn.k_norm") if spec.qk_norm else None,
-            window=spec.windows[index],
+            gated=self._ops.gate(*merged(("mlp.gate_proj", "mlp.up_proj"), spec.mlp_bias)),
+            down=linear(*merged(("mlp.down_proj",), spec.mlp_bias)),
+            head_norms=HeadNorms(vector("self_attn.q_norm"), vector("self_attn.k_norm"))
+            if spec.qk_norm
+            else None,
         )
+
+
+def _choose_ops(
+    device: torch.device, dtype: torch.dtype, *, fused: bool, invariant: bool
+) -> LayerOps:
+    if not fused:
+        return layer_ops(device, dtype)
+    from specmesh.engine.fused import fused_ops  # Triton: only where it is wanted
+
+    return fused_ops(invariant=invariant)
 
 
 def _check_placement(device: torch.device, dtype: torch.dtype) -> None:
@@ -268,11 +269,15 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     embedding_from: Decoder | None = None,
+    *,
+    fused: bool = False,
+    invariant: bool = True,
 ) -> Decoder:
     """Load a Hugging Face folder. Raises ConfigError saying what is wrong and what is supported.
 
     The real vocabulary is the tokenizer's where the folder has one, else the configuration's.
-    embedding_from shares embedding and head with another decoder of the same process.
+    embedding_from shares embedding and head with another decoder of the same process. fused and
+    invariant: see `Decoder`.
     """
     tokenizer = folder / TOKENIZER_FILE
     vocab_size = load_tokenizer(folder).vocab_size if tokenizer.is_file() else None
@@ -285,4 +290,6 @@ def load_decoder(
             device=device,
             fingerprint=fingerprint(folder),
             embedding_from=embedding_from,
+            fused=fused,
+            invariant=invariant,
         )
