@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from kernels.streams import (
     philox,
 )
 
-Row = Any  # Tensor [vocab_size], or a numpy object array of Fractions
+Row = Any  # Tensor [vocab_size], `SparseRow`, or a numpy object array of Fractions
 Number = Any
 
 # ---------------------------------------------------------------- random words and races
@@ -48,35 +49,81 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
 
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
     """
-    words = _philox_calls(seed, word0.numpy(), position, base_len, purpose)
-    return torch.from_numpy(words.astype(np.int64))
+    return torch.from_numpy(_philox_calls(seed, word0.numpy(), position, base_len, purpose))
 
 
 def _philox_calls(
-    seed: int, word0: np.ndarray, position: int, base_len: int, purpose: int
+    seed: int,
+    word0: np.ndarray,
+    position: int | np.ndarray,
+    base_len: int,
+    purpose: int,
+    dtype: Any = np.int64,
 ) -> np.ndarray:
-    """Words uint32 [n, 4]. In numpy, in place: torch has no full uint64 arithmetic, and this is the
-    hot loop of a draw on a CPU."""
-    if word0.size <= 8:  # a few calls are cheaper one by one
-        counters = ((word, position, base_len, int(purpose)) for word in word0.tolist())
-        return np.array([philox(seed, counter) for counter in counters], dtype=np.uint32)
-    even, odd = np.empty((2, 2, word0.size), np.uint64)  # counter words (0, 2) and (1, 3)
-    even[0], even[1], odd[0], odd[1] = word0, base_len, position, int(purpose)
+    """Words [n, 4] of the calls word0 [n], as int64 or rounded to float32.
+
+    position: one for all calls, or one each. In numpy, in place: torch has no full uint64
+    arithmetic, and this is the hot loop of a draw on a CPU.
+    """
+    words = np.empty((word0.size, 4), dtype)
+    if word0.size <= 4:  # a few calls are cheaper one by one
+        places = np.broadcast_to(position, word0.shape).tolist()
+        for index, (word, place) in enumerate(zip(word0.tolist(), places, strict=True)):
+            words[index] = philox(seed, (word, place, base_len, int(purpose)))
+        return words
+    # Products in 64 bits, read as 32-bit halves where that saves passes: a call costs about a
+    # microsecond, which is what short arrays are made of.
+    even = np.empty((2, word0.size), np.uint64)  # counter words (0, 2); (1, 3) are `odd`
+    even[0], even[1] = word0, base_len
+    if word0.size > _SHORT:
+        odd = np.empty_like(even)
+        odd[0], odd[1] = position, int(purpose)
+        _long_rounds(seed, even, odd)
+    else:
+        start = np.empty((2, word0.size), np.uint32)
+        start[0], start[1] = position, int(purpose)
+        odd = _short_rounds(seed, even, start)
+    # Signed, for the conversion to float32; the values are the same.
+    words[:, 0::2] = even.view(np.int64).T
+    words[:, 1::2] = (odd.view(np.int64) if odd.itemsize == 8 else odd).T
+    return words
+
+
+def _long_rounds(seed: int, even: np.ndarray, odd: np.ndarray) -> None:
+    """All rounds over uint64 [2, n], in place: contiguous passes, for memory bandwidth."""
     product = np.empty_like(even)
     crossed = product[::-1]  # each half takes the other half's product
     for key in _round_keys(seed):
-        np.multiply(even, _MULTIPLIERS, out=product)
-        np.right_shift(crossed, _WORD_BITS, out=even)
-        even ^= odd
-        even ^= key
-        np.bitwise_and(crossed, _WORD, out=odd)
-    words = np.empty((word0.size, 4), np.uint32)
-    words[:, 0], words[:, 1], words[:, 2], words[:, 3] = even[0], odd[0], even[1], odd[1]
-    return words
+        np.multiply(even, _MULTIPLIERS, product)
+        np.right_shift(crossed, _WORD_BITS, even)
+        np.bitwise_xor(even, odd, even)
+        np.bitwise_xor(even, key, even)
+        np.bitwise_and(crossed, _WORD, odd)
+
+
+def _short_rounds(seed: int, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
+    """All rounds over even, uint64 [2, n], in place, and odd, uint32 [2, n]; the last odd words.
+
+    Three passes a round in place of five: halves of a product are views of it.
+    """
+    low_even = even.view(_HALF_TYPE)[:, _LOW::2]
+    products = [np.empty_like(even), np.empty_like(even)]
+    halves = [product.view(_HALF_TYPE)[::-1] for product in products]
+    lows, highs = [half[:, _LOW::2] for half in halves], [half[:, 1 - _LOW :: 2] for half in halves]
+    for index, key in enumerate(_short_round_keys(seed)):
+        turn = index & 1
+        np.multiply(even, _MULTIPLIERS, products[turn])
+        np.bitwise_xor(highs[turn], odd, low_even)
+        np.bitwise_xor(low_even, key, low_even)
+        odd = lows[turn]
+    return odd
 
 
 _MULTIPLIERS = np.array([[MULTIPLIER_0], [MULTIPLIER_1]], dtype=np.uint64)
 _WORD, _WORD_BITS = np.uint64(WORD_MASK), np.uint64(32)
+_HALF_TYPE = np.dtype(np.uint32)
+_LOW = 0 if sys.byteorder == "little" else 1  # where a 64-bit word keeps its low half
+_SHORT = 3000  # calls; beyond, three strided passes take longer than five contiguous ones
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,25 +135,40 @@ def _round_keys(seed: int) -> np.ndarray:
     return np.stack((low, high), axis=-1)[:, :, None]
 
 
+@functools.lru_cache(maxsize=256)
+def _short_round_keys(seed: int) -> list[np.ndarray]:
+    return list(_round_keys(seed).astype(np.uint32))
+
+
+def _uniform_calls(
+    seed: int, word0: np.ndarray, position: int | np.ndarray, base_len: int, purpose: int
+) -> np.ndarray:
+    """Uniforms float32 [n, 4] of the calls word0 [n]."""
+    return _scale(_philox_calls(seed, word0, position, base_len, purpose, np.float32))
+
+
 def uniform(words: Tensor) -> Tensor:
     """Map 32-bit words (int64) to float32 uniforms in the open interval (0, 1).
 
     Never 0, never 1, fine near 0 where rare events live; the same bits on every IEEE device.
     """
-    return torch.from_numpy(_to_uniform(words.numpy()))
+    return torch.from_numpy(_scale(words.numpy().astype(np.float32)))
 
 
-def _to_uniform(words: np.ndarray) -> np.ndarray:
-    scaled = words.astype(np.float32)
-    scaled *= np.float32(UNIFORM_SCALE)
-    scaled += np.float32(UNIFORM_SHIFT)
-    return np.minimum(scaled, np.float32(UNIFORM_MAX), out=scaled)
+def _scale(words: np.ndarray) -> np.ndarray:
+    """Words, rounded to float32, to uniforms; in place."""
+    words *= np.float32(UNIFORM_SCALE)
+    words += np.float32(UNIFORM_SHIFT)
+    if words.max() > UNIFORM_MAX:  # one array in hundreds: cheaper to look than to clamp
+        np.minimum(words, np.float32(UNIFORM_MAX), out=words)
+    return words
 
 
 def coin(seed: int, position: int, base_len: int) -> float:
     """The accept coin of a position: u in (0, 1), a float32 value."""
-    words = philox(seed, (0, position, base_len, Purpose.ACCEPT))
-    return float(_to_uniform(np.array(words[:1]))[0])
+    word = philox(seed, (0, position, base_len, Purpose.ACCEPT))[0]
+    scaled = np.float32(word) * np.float32(UNIFORM_SCALE) + np.float32(UNIFORM_SHIFT)
+    return min(float(scaled), UNIFORM_MAX)
 
 
 def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
@@ -118,18 +180,19 @@ def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose:
 
 
 def _race_uniforms(
-    seed: int, ids: np.ndarray, position: int, base_len: int, purpose: int
+    seed: int, ids: np.ndarray, position: int | np.ndarray, base_len: int, purpose: int
 ) -> np.ndarray:
-    first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
-    if last - first < ids.size:  # one call per four ids of the span
-        calls = np.arange(first, last + 1)
-        words = _philox_calls(seed, calls, position, base_len, purpose).reshape(-1)
-        start = int(ids[0]) - 4 * first
-        if int(ids[-1]) - int(ids[0]) + 1 == ids.size:  # every id of the span runs
-            return _to_uniform(words[start : start + ids.size])
-        return _to_uniform(words[ids - 4 * first])
-    words = _philox_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
-    return _to_uniform(words[np.arange(ids.size), ids & 3])
+    if isinstance(position, int):
+        first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
+        if last - first < ids.size:  # one call per four ids of the span
+            calls = np.arange(first, last + 1)
+            uniforms = _uniform_calls(seed, calls, position, base_len, purpose).reshape(-1)
+            start = int(ids[0]) - 4 * first
+            if int(ids[-1]) - int(ids[0]) + 1 == ids.size:  # every id of the span runs
+                return uniforms[start : start + ids.size]
+            return uniforms[ids - 4 * first]
+    uniforms = _uniform_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
+    return uniforms[_all_ids(ids.size), ids & 3]
 
 
 def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
@@ -154,22 +217,79 @@ def race(
     Raises ValueError when no weight is positive.
     """
     running = weights.numpy()
-    token_ids = np.arange(running.size) if ids is None else ids.numpy()
+    token_ids = _all_ids(running.size) if ids is None else ids.numpy()
     may_win = running > 0
-    if not may_win.all():
-        running, token_ids = running[may_win], token_ids[may_win]
-    if running.size == 0:
+    num_running = np.count_nonzero(may_win)
+    if num_running == 0:
         raise ValueError("a race needs at least one positive weight")
-    running = running.astype(np.float64, copy=False)
-    uniforms = _race_uniforms(seed, token_ids, position, base_len, purpose).astype(np.float64)
+    # Picking the runners out costs more than a noise call for each id of the rest, unless few run.
+    if num_running < running.size and (ids is not None or 4 * num_running < running.size):
+        running, token_ids = running[may_win], token_ids[may_win]
+    uniforms = _race_uniforms(seed, token_ids, position, base_len, purpose)
+    return int(token_ids[_winner(running, uniforms)])
+
+
+def races(
+    rows: Sequence[tuple[Tensor, Tensor]],
+    seed: int,
+    positions: Sequence[int],
+    base_len: int,
+    purpose: int,
+) -> list[int]:
+    """`race` over several sparse rows (weights, ids) of one session, row i for positions[i].
+
+    One batch of noise serves them all; the draws are those of `race`.
+    """
+    if not rows:
+        return []
+    sizes = [ids.numel() for _, ids in rows]
+    token_ids = np.concatenate([ids.numpy() for _, ids in rows])
+    places = np.repeat(np.array(positions, np.int64), sizes)
+    uniforms = _race_uniforms(seed, token_ids, places, base_len, purpose)
+    drawn, start = [], 0
+    for (weights, ids), size in zip(rows, sizes, strict=True):
+        running = weights.numpy()
+        if not running.any():
+            raise ValueError("a race needs at least one positive weight")
+        drawn.append(int(ids[_winner(running, uniforms[start : start + size])]))
+        start += size
+    return drawn
+
+
+@functools.lru_cache(maxsize=64)
+def _all_ids(vocab_size: int) -> np.ndarray:
+    ids = np.arange(vocab_size)
+    ids.flags.writeable = False
+    return ids
+
+
+# Bounds are screened in float32: each operand and the quotient are off by 2**-24 at most.
+_SCREEN_SLACK = 1.0 + 2.0**-20
+_SCREEN_LIMIT = 1e24  # of a finishing time or its inverse: float32 holds the weights that matter
+
+
+def _winner(weights: np.ndarray, uniforms: np.ndarray) -> int:
+    """Index of the first to finish -log1p(-u) / w, the lowest on a tie; weight 0 never finishes.
+
+    weights: [n], one at least positive; uniforms: float32 [n].
+    """
     # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
     # real finish need the logarithm. The winner and its ties are always among them.
-    bounds = uniforms / running
-    leader = bounds.argmin()
-    finish = -np.log1p(-uniforms[leader]) / running[leader]
-    contenders = np.flatnonzero(bounds <= finish)
-    times = -np.log1p(-uniforms[contenders]) / running[contenders]
-    return int(token_ids[contenders[times.argmin()]])  # the first, so the lowest id, on a tie
+    with np.errstate(divide="ignore", over="ignore"):
+        bounds = uniforms / weights.astype(np.float32, copy=False)
+    leader = int(bounds.argmin())
+    finish = math.inf
+    if weights[leader] > 0:
+        finish = -math.log1p(-float(uniforms[leader])) / float(weights[leader])
+    if 1 / _SCREEN_LIMIT < finish < _SCREEN_LIMIT:
+        contenders = np.flatnonzero(bounds <= np.float32(finish * _SCREEN_SLACK))
+    else:
+        contenders = np.flatnonzero(weights > 0)
+    if contenders.size == 1:
+        return int(contenders[0])
+    exact = uniforms[contenders].astype(np.float64)
+    times = -np.log1p(-exact) / weights[contenders].astype(np.float64)
+    return int(contenders[times.argmin()])  # the first, so the lowest id, on a tie
 
 
 def lowest_argmax(values: Tensor) -> int:
@@ -254,7 +374,10 @@ def shape(
         greedy = torch.zeros_like(scores)
         greedy[lowest_argmax(scores)] = 1.0
         return greedy
-    weights = (scores - top).div_(shaping.temperature).exp_()
+    weights = scores - top
+    if shaping.temperature != 1.0:  # dividing by 1 changes no bit
+        weights.div_(shaping.temperature)
+    weights.exp_()
     if 0 < shaping.top_k < vocab_size:
         weights = weights * (scores >= torch.topk(scores, shaping.top_k).values[-1])
     if shaping.top_p < 1.0:
@@ -292,33 +415,72 @@ def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor
     the mass dropped. Of ids tied at the smallest weight kept, the lowest stay. Returns (ids int64
     ascending, weights at those ids, mass really dropped).
     """
+    row = weights.numpy()
     row_total = float(weights.sum(dtype=torch.float64))
-    ids = _heavy_ids(weights, dropped_mass * row_total)
-    kept = weights[ids]
-    if ids.numel() > max_ids:  # selecting is cheaper than sorting the thousands of a flat row
-        least = float(np.partition(kept.numpy(), -max_ids)[-max_ids])
-        ids, kept = _drop_lightest(ids, kept, least, ids.numel() - max_ids)
-    mass = float(kept.sum(dtype=torch.float64))
-    if mass >= (1.0 - dropped_mass) * row_total:
-        largest = kept.sort(descending=True).values
-        mass_through = largest.to(torch.float64).cumsum(0)
-        enough = (mass_through >= (1.0 - dropped_mass) * row_total).nonzero()
-        num_kept = int(enough[0, 0]) + 1 if enough.numel() else kept.numel()
-        least, num_dropped = float(largest[num_kept - 1]), kept.numel() - num_kept
-        ids, kept = _drop_lightest(ids, kept, least, num_dropped)
+    least = max(dropped_mass * row_total / row.size, math.ulp(0.0))  # as in `_heavy_ids`
+    ids = _heaviest(row, max_ids, least)
+    kept = row[ids]
+    if ids.size > max_ids:  # selecting is cheaper than sorting the thousands of a flat row
+        cut = np.partition(kept, -max_ids)[-max_ids]
+        ids, kept = _drop_lightest(ids, kept, cut, ids.size - max_ids)
+    mass = float(torch.from_numpy(kept).sum(dtype=torch.float64))
+    needed = (1.0 - dropped_mass) * row_total
+    if mass >= needed:
+        largest = np.sort(kept)[::-1]
+        mass_through = largest.cumsum(dtype=np.float64)
+        num_kept = min(int(mass_through.searchsorted(needed)) + 1, kept.size)
+        ids, kept = _drop_lightest(ids, kept, largest[num_kept - 1], kept.size - num_kept)
         mass = float(mass_through[num_kept - 1])
-    return ids, kept, max(0.0, 1.0 - mass / row_total)
+    dropped = max(0.0, 1.0 - mass / row_total)
+    return torch.from_numpy(ids), torch.from_numpy(kept), dropped
+
+
+_SAMPLE_STRIDE = 16
+
+
+def _heaviest(row: np.ndarray, num_ids: int, least: float) -> np.ndarray:
+    """Ids (int64, ascending) of weight >= least, or enough of them: the num_ids heaviest are there.
+
+    A sample of the row guesses a threshold that about half as many again reach; where fewer than
+    num_ids do, the guess is dropped. So a flat row costs one pass, and a sort of the guess's size.
+    """
+    rank = num_ids * 3 // (2 * _SAMPLE_STRIDE)
+    if rank and row.size > 4 * num_ids:
+        sample = row[::_SAMPLE_STRIDE]
+        guess = np.partition(sample, -rank)[-rank]
+        if guess > least:
+            ids = np.flatnonzero(row >= guess)
+            if ids.size >= num_ids:
+                return ids
+    return np.flatnonzero(row >= least)
 
 
 def _drop_lightest(
-    ids: Tensor, weights: Tensor, least: float, num_dropped: int
-) -> tuple[Tensor, Tensor]:
+    ids: np.ndarray, weights: np.ndarray, least: float, num_dropped: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Drop num_dropped entries: those below `least`, then the highest ids that equal it."""
+    if not num_dropped:
+        return ids, weights
     stays = weights >= least
-    surplus = num_dropped - (ids.numel() - int(stays.sum()))
+    surplus = num_dropped - (ids.size - np.count_nonzero(stays))
     if surplus:
-        stays[(weights == least).nonzero()[-surplus:, 0]] = False
+        stays[np.flatnonzero(weights == least)[-surplus:]] = False
     return ids[stays], weights[stays]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """A row by its support: weights, float32 [num_ids], at ids, int64 [num_ids] ascending."""
+
+    ids: Tensor
+    weights: Tensor
+
+    def __getitem__(self, token_id: int) -> Tensor:
+        """Weight of one token id, a scalar tensor; 0 outside the support."""
+        index = int(self.ids.numpy().searchsorted(token_id))
+        if index < self.ids.numel() and int(self.ids[index]) == token_id:
+            return self.weights[index]
+        return torch.zeros((), dtype=self.weights.dtype)
 
 
 def total(row: Row) -> Number:
@@ -327,12 +489,24 @@ def total(row: Row) -> Number:
     Sequential (cumsum) rather than pairwise: adding zeros changes nothing, so a sparse and a dense
     encoding of one row have the same total, bit for bit, on both sides of the wire.
     """
+    if isinstance(row, SparseRow):
+        row = row.weights
     return exact(row).cumsum(0)[-1] if isinstance(row, Tensor) else sum(row)
 
 
 def exact(row: Row) -> Row:
     """A row whose differences do not drown in rounding: float64 for tensors, others as they are."""
     return row.to(torch.float64) if isinstance(row, Tensor) else row
+
+
+def residual(p: Row, q: Row, p_total: Number, q_total: Number) -> Row:
+    """[p Q - q P]+ with P = sum(p), Q = sum(q): the residual's weights, nothing divided."""
+    if isinstance(q, SparseRow):  # the same bits: off the support p Q - 0 P is p Q
+        surplus = exact(p) * q_total
+        on_support = surplus[q.ids] - exact(q.weights) * p_total
+        return surplus.index_copy_(0, q.ids, on_support.clamp_(min=0.0))
+    surplus = exact(p) * q_total - exact(q) * p_total
+    return surplus * (surplus > 0)
 
 
 # ---------------------------------------------------------------- accept, residual, bonus
@@ -343,12 +517,15 @@ class Coin:
     """Ask whether candidate `index` is accepted: True iff u * draft_mass < target_mass.
 
     With P = sum(p), Q = sum(q): draft_mass = q(x) P and target_mass = p(x) Q, so nothing is
-    divided and the comparison is exact for exact number types.
+    divided and the comparison is exact for exact number types. target_total, draft_total: P and Q,
+    for whoever reports the judgement.
     """
 
     index: int
     draft_mass: Number
     target_mass: Number
+    target_total: Number = 0
+    draft_total: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,19 +562,19 @@ def decide(
     """Judge a block of candidates exactly (Leviathan et al. 2211.17192, algorithm 1).
 
     target_rows: k+1 rows, row i for position base_len + i, each read once and only if judged (so
-    they may be computed on access). draft_rows: the k rows the candidates were drawn from. Yields
-    a `Coin` for each judged candidate and a `Draw` for the closing token; the caller sends the
-    answers back. On the first rejection the residual [p - q]+ is drawn from; if rounding leaves it
-    zero everywhere, p itself is. Zero mass is never divided by.
+    they may be computed on access). draft_rows: the k rows the candidates were drawn from, dense or
+    `SparseRow`. Yields a `Coin` for each judged candidate and a `Draw` for the closing token; the
+    caller sends the answers back. On the first rejection the residual [p - q]+ is drawn from; if
+    rounding leaves it zero everywhere, p itself is. Zero mass is never divided by.
     """
     for index, candidate in enumerate(candidates):
         p, q = target_rows[index], draft_rows[index]
         p_total, q_total = total(p), total(q)
-        accepted = yield Coin(index, q[candidate] * p_total, p[candidate] * q_total)
+        draft_mass, target_mass = q[candidate] * p_total, p[candidate] * q_total
+        accepted = yield Coin(index, draft_mass, target_mass, p_total, q_total)
         if not accepted:
-            surplus = exact(p) * q_total - exact(q) * p_total
-            residual = surplus * (surplus > 0)
-            weights = residual if bool((residual > 0).any()) else p
+            surplus = residual(p, q, p_total, q_total)
+            weights = surplus if bool((surplus > 0).any()) else p
             recovered = yield Draw(index, Purpose.RESIDUAL, weights)
             return Decision(index, (*candidates[:index], recovered), Purpose.RESIDUAL)
         if candidate in stop_ids:

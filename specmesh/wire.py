@@ -7,6 +7,7 @@ the wire are the law that was sampled (exactness rule 1). Knows no sockets, sess
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,11 @@ class Row:
             raise IndexError(f"token id {token_id} is outside a vocabulary of {self.vocab_size}")
         if self.ids is None:
             return float(self.weights[token_id])
-        index = int(torch.searchsorted(self.ids, token_id))
-        found = index < self.ids.numel() and int(self.ids[index]) == token_id
-        return float(self.weights[index]) if found else 0.0
+        return float(reference.SparseRow(self.ids, self.weights)[token_id])
+
+    def law(self) -> Tensor | reference.SparseRow:
+        """The row as `kernels.reference.decide` reads it: by its support where it is sparse."""
+        return self.weights if self.ids is None else reference.SparseRow(self.ids, self.weights)
 
     def draw(self, seed: int, position: int, base_len: int, purpose: int) -> int:
         """Draw a token id from exactly these weights: `kernels.reference.race`, keyed as there."""
@@ -139,27 +142,28 @@ def decode(message: session_pb2.Distribution, vocab_size: int) -> Row:
             field="values",
         )
     # The one copy: the message's bytes are read-only and may be unaligned.
-    weights = torch.from_numpy(np.frombuffer(message.values, value_type).astype(np.float32))
-    lowest, highest = (float(bound) for bound in torch.aminmax(weights))
+    weights = np.frombuffer(message.values, value_type).astype(np.float32)
+    lowest, highest = float(weights.min()), float(weights.max())
     if not (lowest >= 0.0 and 0.0 < highest < float("inf")):  # NaN fails every comparison
         raise CorruptFrame(
             f"weights in [{lowest}, {highest}] are no law: need finite, >= 0 and some > 0",
             field="values",
         )
-    return Row(vocab_size, weights, ids, message.encoding)
+    return Row(vocab_size, torch.from_numpy(weights), ids, message.encoding)
 
 
 def _decode_ids(data: bytes, vocab_size: int) -> Tensor:
     if not data or len(data) % _ID_TYPE.itemsize:
         raise CorruptFrame(f"{len(data)} bytes of ids, expected 4 each and some", field="ids")
-    ids = torch.from_numpy(np.frombuffer(data, _ID_TYPE).astype(np.int64))
-    if int(ids[-1]) >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
+    ids = np.frombuffer(data, _ID_TYPE).astype(np.int64)
+    if ids[-1] >= vocab_size or not (ids[1:] > ids[:-1]).all():
         raise CorruptFrame(f"ids must ascend strictly below {vocab_size}", field="ids")
-    return ids
+    return torch.from_numpy(ids)
 
 
 def _sparse_if_small(weights: Tensor) -> Row | None:
-    if int(torch.count_nonzero(weights)) > MAX_SPARSE_IDS:
+    # Comparing first: counting truth values is far quicker than counting floats.
+    if np.count_nonzero(weights.cpu().numpy() != 0) > MAX_SPARSE_IDS:
         return None
     ids = weights.nonzero()[:, 0]
     return Row(weights.numel(), weights[ids], ids, SPARSE_F32)
@@ -170,12 +174,17 @@ def _round_to_half(weights: Tensor) -> Tensor:
 
     The scaling uses float16's range: what is 2**-39 of the largest weight does not vanish.
     """
-    exponent = int(torch.frexp(weights.max()).exponent)
-    return torch.ldexp(weights, torch.tensor(_HALF_EXPONENT - exponent)).half().float()
+    values = weights.cpu().numpy()
+    _, exponent = math.frexp(values.max())
+    scaled = np.ldexp(values, _HALF_EXPONENT - exponent)
+    return torch.from_numpy(scaled.astype(np.float16).astype(np.float32))
 
 
 def _lost_mass(before: Tensor, after: Tensor, dropped_mass: float) -> float:
     """Sum of [q - q']+ over the ids kept, q of mass 1 - dropped_mass, q' of mass 1."""
-    law_before = before.double() * ((1.0 - dropped_mass) / float(reference.total(before)))
-    law_after = after.double() / float(reference.total(after))
-    return float((law_before - law_after).clamp(min=0.0).sum())
+    law_before = before.cpu().numpy().astype(np.float64)
+    law_before *= (1.0 - dropped_mass) / float(reference.total(before))
+    law_after = after.numpy().astype(np.float64)
+    law_after /= float(reference.total(after))
+    law_before -= law_after
+    return float(np.maximum(law_before, 0.0, out=law_before).sum())

@@ -68,20 +68,9 @@ class Candidates:
             rows.append(row)
         return cls(tokens, tuple(rows))
 
-    def dense_rows(self) -> Sequence[Tensor]:
-        """The rows over the whole vocabulary, expanded when they are judged."""
-        return _DenseRows(self.rows)
-
-
-class _DenseRows(Sequence[Tensor]):
-    def __init__(self, rows: Sequence[wire.Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]  # never sliced
-        return self._rows[index].dense()
+    def laws(self) -> list[Tensor | reference.SparseRow]:
+        """The rows as they are judged."""
+        return [row.law() for row in self.rows]
 
 
 class RedrawCheck:
@@ -98,10 +87,12 @@ class RedrawCheck:
 
     def find_mismatch(self, session: Session, candidates: Candidates, base_len: int) -> int | None:
         """Index of the first candidate that its row and noise do not give; None when all agree."""
-        for index, (token, row) in enumerate(zip(candidates.tokens, candidates.rows, strict=False)):
-            if row.ids is None and not self._is_due():
-                continue
-            if not is_redrawn(row, token, session.seed, base_len + index, base_len):
+        rows = candidates.rows
+        due = [i for i, row in enumerate(rows) if row.ids is not None or self._is_due()]
+        key = (session.seed, base_len, Purpose.PROPOSE)
+        for index, drawn in zip(due, _draw_again(rows, due, *key), strict=True):
+            token, position = candidates.tokens[index], base_len + index
+            if drawn != token and not _are_tied(rows[index], (drawn, token), position, *key):
                 self._on_mismatch()
                 return index
         return None
@@ -114,13 +105,33 @@ class RedrawCheck:
         return True
 
 
-def is_redrawn(row: wire.Row, token: int, seed: int, position: int, base_len: int) -> bool:
-    """Whether PROPOSE noise draws `token` from `row`, or ties with what it draws."""
-    drawn = row.draw(seed, position, base_len, Purpose.PROPOSE)
-    if drawn == token:
-        return True
-    ids = torch.tensor(sorted((drawn, token)))
+def _draw_again(
+    rows: Sequence[wire.Row], indices: Sequence[int], seed: int, base_len: int, purpose: Purpose
+) -> list[int]:
+    """What the noise draws from the rows at these indices; sparse ones in one batch."""
+    sparse = [(i, row.weights, row.ids) for i in indices if (row := rows[i]).ids is not None]
+    drawn = dict.fromkeys(indices, 0)
+    supports = [(weights, ids) for _, weights, ids in sparse]
+    positions = [base_len + i for i, _, _ in sparse]
+    tokens = reference.races(supports, seed, positions, base_len, purpose)
+    drawn.update(zip((i for i, _, _ in sparse), tokens, strict=True))
+    for i in indices:
+        if rows[i].ids is None:
+            drawn[i] = rows[i].draw(seed, base_len + i, base_len, purpose)
+    return list(drawn.values())
+
+
+def _are_tied(
+    row: wire.Row,
+    tokens: tuple[int, int],
+    position: int,
+    seed: int,
+    base_len: int,
+    purpose: Purpose,
+) -> bool:
+    """Whether two ids finish so close together that rounding may have chosen between them."""
+    ids = torch.tensor(sorted(tokens))
     weights = torch.tensor([row.weight(int(each)) for each in ids], dtype=torch.float64)
-    times = reference.exponentials(seed, ids, position, base_len, Purpose.PROPOSE) / weights
+    times = reference.exponentials(seed, ids, position, base_len, purpose) / weights
     fastest, slowest = float(times.min()), float(times.max())
     return slowest - fastest < NEAR_TIE * slowest

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from opentelemetry.util.types import AttributeValue
 from torch import Tensor
@@ -181,9 +183,9 @@ class Verifier:
         ledger, candidates = session.ledger, verifying.candidates
         base_len = ledger.confirmed_len  # grows with every step of plain decoding
         rows = session.shaper.rows(logits, ledger.tokens, candidates.tokens)
-        decision = self._run_rule(session, rows, candidates, base_len)
+        decision, coins = self._run_rule(session, rows, candidates, base_len)
         verdict: Verdict = verifying.verdict
-        self._report(verdict, session, rows, candidates, decision)
+        self._report(verdict, rows, candidates, decision, coins)
         if verifying.audit:
             verdict.distributions.extend(self._encode_rows(rows))
         if session.opening.sampling.HasField("num_logprobs"):
@@ -211,39 +213,53 @@ class Verifier:
         rows: Sequence[Tensor],
         candidates: Candidates,
         base_len: int,
-    ) -> reference.Decision:
+    ) -> tuple[reference.Decision, list[reference.Coin]]:
+        """The decision, and the coins that were thrown for it."""
         shaper = session.shaper
+        coins: list[reference.Coin] = []
         if shaper.is_greedy:
             deciding = reference.decide_coupled(rows, candidates.tokens, shaper.stop_ids)
-            return reference.run(deciding, reference.greedy_answer)
+            return reference.run(deciding, reference.greedy_answer), coins
         if session.is_coupled:
             deciding = reference.decide_coupled(rows, candidates.tokens, shaper.stop_ids)
         else:
-            draft_rows = candidates.dense_rows()
-            deciding = reference.decide(rows, draft_rows, candidates.tokens, shaper.stop_ids)
-        return reference.run(deciding, reference.philox_answer(session.seed, base_len))
+            deciding = reference.decide(rows, candidates.laws(), candidates.tokens, shaper.stop_ids)
+        throw = reference.philox_answer(session.seed, base_len)
+
+        def answer(request: reference.Coin | reference.Draw) -> Any:
+            if isinstance(request, reference.Coin):
+                coins.append(request)
+            return throw(request)
+
+        return reference.run(deciding, answer), coins
 
     # ------------------------------------------------------------ report
 
     def _report(
         self,
         verdict: Verdict,
-        session: Session,
         rows: Sequence[Tensor],
         candidates: Candidates,
         decision: reference.Decision,
+        coins: Sequence[reference.Coin],
     ) -> None:
+        """coins: those thrown, one per judged candidate; their totals are not summed again."""
         verdict.num_accepted = decision.num_accepted
         verdict.closing = _closing(decision, len(candidates.tokens))
         # An accepted stop token ends the judging; else one rejected candidate was judged as well.
         num_judged = min(len(decision.tokens), len(candidates.tokens))
-        totals = [float(reference.total(rows[index])) for index in range(len(decision.tokens))]
+        totals = [float(each.target_total) for each in coins]
+        unjudged = range(len(coins), len(decision.tokens))
+        totals += [float(reference.total(rows[index])) for index in unjudged]
         for index in range(num_judged):
-            verdict.judged.append(_judged(rows[index], totals[index], candidates, index))
+            draft_total = float(coins[index].draft_total) if coins else 0.0
+            judged = _judged(rows[index], totals[index], candidates, draft_total, index)
+            verdict.judged.append(judged)
         for index, token in enumerate(decision.tokens):
-            largest = rows[index].max()
+            row = rows[index].numpy()
+            largest = row.max()
             verdict.emitted.add(
-                is_argmax=_is_argmax(rows[index], token, largest),
+                is_argmax=_is_argmax(row, token, largest),
                 max_prob=float(largest) / totals[index],
             )
 
@@ -291,23 +307,22 @@ def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Cl
     return target_pb2.CLOSING_BONUS
 
 
-def _is_argmax(row: Tensor, token: int, largest: Tensor) -> bool:
+def _is_argmax(row: np.ndarray, token: int, largest: np.float32) -> bool:
     """Whether token is the lowest id among the largest weights."""
     return bool(row[token] == largest) and not bool((row[:token] == largest).any())
 
 
 def _judged(
-    row: Tensor, target_total: float, candidates: Candidates, index: int
+    row: Tensor, target_total: float, candidates: Candidates, draft_total: float, index: int
 ) -> target_pb2.JudgedCandidate:
     """p(x), q(x) and the overlap of one judged row; without a row of the draft, p(x) alone."""
     token = candidates.tokens[index]
     judged = target_pb2.JudgedCandidate(target_prob=float(row[token]) / target_total)
     if candidates.rows:
         draft = candidates.rows[index]
-        draft_total = float(reference.total(draft.weights))
         judged.draft_prob = draft.weight(token) / draft_total
         own = row if draft.ids is None else row[draft.ids]
-        target_law = own.double() / target_total
-        draft_law = draft.weights.double() / draft_total
-        judged.overlap = float(torch.minimum(target_law, draft_law).sum())
+        target_law = own.numpy().astype(np.float64) / target_total
+        draft_law = draft.weights.numpy().astype(np.float64) / draft_total
+        judged.overlap = float(np.minimum(target_law, draft_law, out=draft_law).sum())
     return judged

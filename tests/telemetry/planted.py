@@ -74,10 +74,20 @@ def _plant_decision(
     decider: mutants.Decider = reference.decide,
     spoil: Callable[[Answer], Answer] = lambda right: right,
 ) -> None:
-    def decide(_: Verifier, session: Any, rows: Any, candidates: Any, base_len: int) -> Decision:
+    def decide(
+        _: Verifier, session: Any, rows: Any, candidates: Any, base_len: int
+    ) -> tuple[Decision, list[reference.Coin]]:
         stop_ids = session.shaper.stop_ids
-        deciding = decider(rows, candidates.dense_rows(), candidates.tokens, stop_ids)
-        return reference.run(deciding, spoil(reference.philox_answer(session.seed, base_len)))
+        draft_rows = [row.dense() for row in candidates.rows]
+        deciding = decider(rows, draft_rows, candidates.tokens, stop_ids)
+        answer, coins = spoil(reference.philox_answer(session.seed, base_len)), []
+
+        def noted(request: reference.Coin | reference.Draw) -> Any:
+            if isinstance(request, reference.Coin):
+                coins.append(request)
+            return answer(request)
+
+        return reference.run(deciding, noted), coins
 
     monkeypatch.setattr(Verifier, "_run_rule", decide)
 
