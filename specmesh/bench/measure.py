@@ -89,5 +89,12 @@ class Ratio:
 
 def versions() -> dict[str, str]:
     """Versions of everything the numbers depend on, the interpreter and processor included."""
-    found = {name: metadata.version(name) for name in PACKAGES}
+    found = {name: _version(name) for name in PACKAGES}
     return {**found, "python": platform.python_version(), "machine": platform.machine()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # the source tree itself, or a baseline left out
+        return "not installed"

@@ -15,7 +15,18 @@ from importlib import metadata
 
 import typer
 
-from specmesh.cli import bench, demo, generate, health, inflate, plan, settings, trace, up
+from specmesh.cli import (
+    bench,
+    bench_stack,
+    demo,
+    generate,
+    health,
+    inflate,
+    plan,
+    settings,
+    trace,
+    up,
+)
 from specmesh.cli.outcome import ExitCode, exit_code, help_text
 from specmesh.cli.output import stderr, writable_streams
 from specmesh.errors import SpecmeshError
@@ -35,6 +46,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)
 app.command("health")(health.health)
 app.command("bench")(bench.bench)
+app.command("bench-stack")(bench_stack.bench_stack)
 app.command("plan")(plan.plan)
 app.command("inflate")(inflate.inflate)
 app.command("demo")(demo.demo)

@@ -52,7 +52,7 @@ class LayerInflator:
         """float32 [H]: see 2. of the package. Random about 1 where there is no source."""
         scale = self._layout.stream_ratio**0.5
         noise = self._random(name, (self._shape.hidden_size,), 0.1, torch.float32)
-        wide = (1 + noise) * scale
+        wide: Tensor = (1 + noise) * scale
         if source is not None:
             small = self._given(source)
             wide[: len(small)] = small * scale
@@ -180,7 +180,7 @@ class LayerInflator:
 
     def _head_norm(self, name: str, active: bool, factor: float) -> tuple[str, Tensor]:
         """float32 [D]: a norm over the head; added dimensions meet zeros only."""
-        wide = 1 + self._random(name, (self._shape.head_dim,), 0.1, torch.float32)
+        wide: Tensor = 1 + self._random(name, (self._shape.head_dim,), 0.1, torch.float32)
         if active:
             wide[self._layout.rotary_dims.to(self._device)] = self._given(name) * factor
         return name, wide

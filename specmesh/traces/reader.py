@@ -261,12 +261,13 @@ def _spans(files: Sequence[Path], skipped: Skipped) -> Iterator[StoredSpan]:
         try:
             with path.open("rb") as file:
                 while line := file.readline(MAX_LINE_BYTES + 1):
-                    yield from _line_spans(line, skipped)
+                    yield from line_spans(line, skipped)
         except OSError as error:
             raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
 
 
-def _line_spans(line: bytes, skipped: Skipped) -> Iterator[StoredSpan]:
+def line_spans(line: bytes, skipped: Skipped) -> Iterator[StoredSpan]:
+    """Spans of one line of a trace file; what is unreadable is counted and left out."""
     if not line.strip():
         return
     try:
