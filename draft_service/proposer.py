@@ -31,7 +31,7 @@ class Drafting:
     """A proposal in the making: what was drawn so far."""
 
     num_draft_tokens: int
-    rows: list[wire.Row] = field(default_factory=list)
+    cuts: list[wire.Cut] = field(default_factory=list)
     dropped_mass: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
@@ -100,16 +100,16 @@ class Proposer:
             token = reference.race(weights, session.seed, position, 0, Purpose.COUPLED)
         else:
             policy = session.opening.row_policy or session_pb2.ROW_POLICY_AUTO
-            row, dropped_mass = wire.draft_row(weights, policy)
-            token = row.draw(session.seed, position, task.base_len, Purpose.PROPOSE)
-            drafting.rows.append(row)
-            drafting.dropped_mass.append(dropped_mass)
+            cut = wire.cut(weights, policy)
+            token = cut.row.draw(session.seed, position, task.base_len, Purpose.PROPOSE)
+            drafting.cuts.append(cut)
         drafting.tokens.append(token)
 
     def _proposal(self, drafting: Drafting) -> draft_pb2.Proposal:
+        drafting.dropped_mass = wire.dropped_masses(drafting.cuts)
         return draft_pb2.Proposal(
             tokens=drafting.tokens,
-            distributions=[wire.encode(row) for row in drafting.rows],
+            distributions=[wire.encode(cut.row) for cut in drafting.cuts],
             dropped_mass=drafting.dropped_mass,
         )
 

@@ -8,6 +8,7 @@ the wire are the law that was sampled (exactness rule 1). Knows no sockets, sess
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,30 +75,55 @@ class Row:
         return reference.race(self.weights, seed, position, base_len, purpose, self.ids)
 
 
-def draft_row(weights: Tensor, policy: session_pb2.RowPolicy) -> tuple[Row, float]:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A draft's row as it is drawn from and sent, and what it was made from.
+
+    before: float32, weights at the row's ids before rounding; None where nothing was lost.
+    truncated_mass: share of the law that truncation left out.
+    """
+
+    row: Row
+    before: Tensor | None = None
+    truncated_mass: float = 0.0
+
+
+def cut(weights: Tensor, policy: session_pb2.RowPolicy) -> Cut:
     """Turn shaped draft weights into the row that is drawn from and sent.
 
     weights: float32 [vocab_size]. A support of at most MAX_SPARSE_IDS ids is kept as it is, in
     float32. Otherwise `policy` decides: auto keeps the smallest set of mass >= 1 - DROPPED_MASS, at
-    most MAX_SPARSE_IDS ids, in float16; dense policies keep every id. Returns (row, dropped mass):
-    the sum of [q - q']+ between the law before and after, which bounds the acceptance it can cost.
+    most MAX_SPARSE_IDS ids, in float16; dense policies keep every id.
     Raises InvalidRequest for a policy that is not one of RowPolicy's.
     """
     vocab_size = weights.numel()
+    if policy == session_pb2.ROW_POLICY_AUTO:
+        ids, kept, truncated_mass = reference.truncate(weights, DROPPED_MASS, MAX_SPARSE_IDS)
+        # A full row that left mass out has a large support: it need not be counted.
+        is_large = ids.numel() == MAX_SPARSE_IDS and truncated_mass > 0.0
+        sparse = None if is_large else _sparse_if_small(weights)
+        if sparse is None:
+            row = Row(vocab_size, _round_to_half(kept), ids, SPARSE_F16)
+            return Cut(row, kept, truncated_mass)
+        return Cut(sparse)
     sparse = _sparse_if_small(weights)
     if sparse is not None:
-        return sparse, 0.0
+        return Cut(sparse)
     if policy == session_pb2.ROW_POLICY_DENSE_F32:
-        return Row(vocab_size, weights, None, DENSE_F32), 0.0
+        return Cut(Row(vocab_size, weights, None, DENSE_F32))
     if policy == session_pb2.ROW_POLICY_DENSE_F16:
-        rounded = _round_to_half(weights)
-        return Row(vocab_size, rounded, None, DENSE_F16), _lost_mass(weights, rounded, 0.0)
-    if policy != session_pb2.ROW_POLICY_AUTO:
-        raise InvalidRequest(f"unknown row policy {policy}", field="row_policy")
-    ids, kept, dropped_mass = reference.truncate(weights, DROPPED_MASS, MAX_SPARSE_IDS)
-    rounded = _round_to_half(kept)
-    row = Row(vocab_size, rounded, ids, SPARSE_F16)
-    return row, dropped_mass + _lost_mass(kept, rounded, dropped_mass)
+        return Cut(Row(vocab_size, _round_to_half(weights), None, DENSE_F16), weights)
+    raise InvalidRequest(f"unknown row policy {policy}", field="row_policy")
+
+
+def dropped_masses(cuts: Sequence[Cut]) -> list[float]:
+    """Per row the sum of [q - q']+ between the law before and after: what acceptance it can cost.
+
+    All rows in one go, as it is only reported: off the path of the draws.
+    """
+    lossy = [(each.before, each) for each in cuts if each.before is not None]
+    lost = iter(_lost_masses(lossy) if lossy else ())
+    return [0.0 if each.before is None else each.truncated_mass + next(lost) for each in cuts]
 
 
 def target_row(weights: Tensor) -> Row:
@@ -175,16 +201,21 @@ def _round_to_half(weights: Tensor) -> Tensor:
     The scaling uses float16's range: what is 2**-39 of the largest weight does not vanish.
     """
     values = weights.cpu().numpy()
-    _, exponent = math.frexp(values.max())
-    scaled = np.ldexp(values, _HALF_EXPONENT - exponent)
+    power = _HALF_EXPONENT - math.frexp(values.max())[1]
+    is_normal = -126 <= power <= 127  # as a float32 factor; else a subnormal largest weight
+    scaled = values * np.float32(2.0**power) if is_normal else np.ldexp(values, power)
     return torch.from_numpy(scaled.astype(np.float16).astype(np.float32))
 
 
-def _lost_mass(before: Tensor, after: Tensor, dropped_mass: float) -> float:
-    """Sum of [q - q']+ over the ids kept, q of mass 1 - dropped_mass, q' of mass 1."""
-    law_before = before.cpu().numpy().astype(np.float64)
-    law_before *= (1.0 - dropped_mass) / float(reference.total(before))
-    law_after = after.numpy().astype(np.float64)
-    law_after /= float(reference.total(after))
-    law_before -= law_after
-    return float(np.maximum(law_before, 0.0, out=law_before).sum())
+def _lost_masses(lossy: Sequence[tuple[Tensor, Cut]]) -> list[float]:
+    """Sum of [q - q']+ over the ids kept, q of mass 1 - truncated_mass, q' of mass 1."""
+    sizes = [before.numel() for before, _ in lossy]
+    starts = np.concatenate(([0], np.cumsum(sizes[:-1]))).astype(np.int64)
+    before = np.concatenate([each.cpu().numpy() for each, _ in lossy], dtype=np.float64)
+    after = np.concatenate([each.row.weights.numpy() for _, each in lossy], dtype=np.float64)
+    kept_mass = np.array([1.0 - each.truncated_mass for _, each in lossy])
+    before *= np.repeat(kept_mass / np.add.reduceat(before, starts), sizes)
+    after *= np.repeat(1.0 / np.add.reduceat(after, starts), sizes)
+    before -= after
+    lost: list[float] = np.add.reduceat(np.maximum(before, 0.0, out=before), starts).tolist()
+    return lost

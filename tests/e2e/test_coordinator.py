@@ -258,7 +258,7 @@ async def test_lying_draft_is_found_within_a_round(
 
     def lying(proposer: Proposer, task: Any, drafting: Any, logits: Any) -> None:
         draw(proposer, task, drafting, logits)
-        row = drafting.rows[-1]
+        row = drafting.cuts[-1].row
         others = [t for t in range(VOCAB_SIZE) if t != drafting.tokens[-1] and row.weight(t) > 0]
         drafting.tokens[-1] = others[0]
 

@@ -160,7 +160,7 @@ def test_a_draft_that_stops_at_unlikely_tokens_is_found(monkeypatch: pytest.Monk
 
     def timid(self: Proposer, drafting: Any) -> Any:
         if drafting.tokens and drafting.tokens[0] == 0:
-            drafting.tokens, drafting.rows = [], []
+            drafting.tokens, drafting.cuts = [], []
         return propose(self, drafting)
 
     monkeypatch.setattr(Proposer, "_proposal", timid)

@@ -53,7 +53,7 @@ def _plant_cold_draft(
 
     def cold(proposer: Proposer, task: Any, drafting: Any, logits: Any) -> None:
         draw(proposer, task, drafting, logits)
-        row, honest = drafting.rows[-1], drafting.tokens[-1]
+        row, honest = drafting.cuts[-1].row, drafting.tokens[-1]
         weights = row.weights.double().pow(1 / SAMPLED_AT).float()
         if shares_noise:
             sampled = wire.Row(row.vocab_size, weights, row.ids, row.encoding)

@@ -23,8 +23,9 @@ from specmesh.wire import (
     SPARSE_F16,
     SPARSE_F32,
     Row,
+    cut,
     decode,
-    draft_row,
+    dropped_masses,
     encode,
     target_row,
 )
@@ -39,6 +40,12 @@ def weights_of(seed: int, scale: float, vocab_size: int = VOCAB_SIZE) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(vocab_size, generator=generator)
     return torch.exp(logits - logits.max())
+
+
+def draft_row(weights: Tensor, policy: int) -> tuple[Row, float]:
+    """A draft's row and the mass it dropped."""
+    made = cut(weights, policy)
+    return made.row, dropped_masses([made])[0]
 
 
 def law(weights: Tensor) -> Tensor:
@@ -298,3 +305,30 @@ def test_a_flipped_bit_never_escapes(data: st.DataObject) -> None:
         return
     assert bool(torch.isfinite(found.dense()).all())
     assert 0 <= found.draw(1, 2, 1, Purpose.PROPOSE) < 1500
+
+
+def test_dropped_masses_of_a_round_are_those_of_its_rows() -> None:
+    """Rows of different supports and encodings in one go; what lost nothing says 0."""
+    full, peaked = weights_of(8, 1.0), weights_of(9, 9.0)
+    few = torch.where(full >= full.topk(50).values[-1], full, 0.0)
+    dense = session_pb2.ROW_POLICY_DENSE_F16
+    made = [cut(full, AUTO), cut(few, AUTO), cut(peaked, AUTO), cut(full, dense)]
+    found = dropped_masses(made)
+    assert found == pytest.approx([dropped_masses([each])[0] for each in made], rel=1e-12)
+    assert found[0] > DROPPED_MASS  # the cap binds
+    assert found[1] == 0.0
+    assert 0.0 < found[3] < 2.0**-10
+    assert dropped_masses([]) == []
+
+
+def test_a_full_row_whose_support_just_fits_is_kept_as_it_is() -> None:
+    """MAX_SPARSE_IDS ids of any weight are a small support: float32, nothing dropped."""
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.zeros(VOCAB_SIZE)
+    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:MAX_SPARSE_IDS]
+    weights[ids] = torch.rand(MAX_SPARSE_IDS, generator=generator) + 0.1
+    made = cut(weights, AUTO)
+    assert (made.row.encoding, made.before) == (SPARSE_F32, None)
+    assert torch.equal(made.row.dense(), weights)
+    weights[int((weights == 0).nonzero()[0, 0])] = 1e-6
+    assert cut(weights, AUTO).row.encoding == SPARSE_F16
