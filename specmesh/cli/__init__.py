@@ -19,6 +19,7 @@ from specmesh.cli import (
     bench,
     bench_stack,
     demo,
+    distill,
     generate,
     health,
     inflate,
@@ -50,6 +51,7 @@ app.command("bench-stack")(bench_stack.bench_stack)
 app.command("plan")(plan.plan)
 app.command("inflate")(inflate.inflate)
 app.command("demo")(demo.demo)
+app.command("distill")(distill.distill)
 app.add_typer(trace.app, name="trace")
 app.add_typer(settings.app, name="config")
 

@@ -1,0 +1,1 @@
+"""Making a draft for a target: sampling text from it, training a student, writing a folder."""

@@ -1,0 +1,75 @@
+"""The draft as a Hugging Face folder: what the draft service and transformers load.
+
+Must not know training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specmesh.distill.student import Plan
+from specmesh.distill.transformer import Transformer
+from specmesh.engine.families import read_json
+from specmesh.engine.restricted_head import HEAD_IDS
+from specmesh.engine.weights import EMBEDDING, HEAD, Checkpoint
+from specmesh.errors import ConfigError
+from specmesh.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+_SHARED_FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, "generation_config.json")
+
+
+def write_folder(folder: Path, student: Transformer, plan: Plan, target: Path) -> None:
+    """Write configuration, tokenizer and weights: layers in bfloat16, embedding and head as the
+    target has them. Each file appears whole. Raises ConfigError where the disk refuses."""
+    tensors = {
+        f"model.{name}": parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, parameter in student.named_parameters()
+    }
+    with Checkpoint(target) as checkpoint:
+        for name in (EMBEDDING, HEAD):
+            if name in checkpoint:
+                tensors[name] = checkpoint.tensor(name)
+    if student.head_ids is not None:
+        tensors[HEAD_IDS] = student.head_ids.cpu()
+    dtype = read_json(target / "config.json").get("dtype", "float32")
+    try:
+        for name in _SHARED_FILES:
+            if (target / name).is_file():
+                shutil.copyfile(target / name, folder / name)
+        write_whole(folder / WEIGHTS_FILE, lambda path: _save(tensors, path))
+        config = json.dumps({**plan.config, "dtype": dtype}, indent=2, sort_keys=True) + "\n"
+        write_whole(folder / "config.json", lambda path: _write_text(path, config))
+    except OSError as failed:
+        raise ConfigError(f"cannot write {folder}: {failed}", field="out") from failed
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file under another name, then rename it into place. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # readable by the services' own user
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except Exception as failed:  # the Rust library has its own class for a full disk
+        raise OSError(str(failed)) from failed
