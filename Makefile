@@ -4,6 +4,8 @@
 #   PYTHON       interpreter the virtual environment is made with (3.11 or newer)
 #   PROMPT       what `make demo` asks
 #   SEEDS, START  which seeds `make sim` runs
+#   FAULTS, STREAMS, SEED  what `make chaos` runs
+#   INPUTS       how many inputs `make fuzz` feeds each decoder
 #   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
 
 PYTHON ?= python3
@@ -11,6 +13,10 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 TORCH_INDEX ?=
 SEEDS ?= 20000
 START ?= 0
+FAULTS ?= 200
+STREAMS ?= 32
+SEED ?= 1
+INPUTS ?= 20000
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -24,7 +30,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint co
 CACHE := .specmesh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newcomer check fmt protos sim bench gpu clean
+.PHONY: help demo test newcomer check fmt protos sim chaos fuzz bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +55,12 @@ protos: $(VENV)/.installed-dev ## generate code from protos/specmesh/v1
 
 sim: $(VENV)/.installed-dev ## simulate SEEDS runs from seed START, faults in all of them
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.sim --seeds $(SEEDS) --start $(START)
+
+chaos: $(VENV)/.installed-dev ## kill, stop and cut off real processes while requests stream
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos --faults $(FAULTS) --streams $(STREAMS) --seed $(SEED)
+
+fuzz: $(VENV)/.installed-dev ## feed every decoder of bytes from outside what it does not expect
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --inputs $(INPUTS) --corpus $(CACHE)/fuzz
 
 bench: $(VENV)/.installed ## compare the stack with transformers in one run
 	@$(VENV)/bin/specmesh bench --cache-dir $(CACHE)

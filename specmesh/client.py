@@ -196,6 +196,7 @@ class AsyncClient:
         deadline = time.monotonic() + timeout_s
         failures, held = 0, state.num_held
         while not state.done:
+            used = self._current
             try:
                 async for event in self._attempt(state, deadline - time.monotonic()):
                     yield event
@@ -207,7 +208,8 @@ class AsyncClient:
                 wait_s = self._retry.wait_s(failures, error.retry_after_s)
                 if time.monotonic() + wait_s >= deadline:
                     raise
-                self._current = (self._current + 1) % len(self._addresses)
+                if self._current == used:  # else another request has turned away from it already
+                    self._current = (self._current + 1) % len(self._addresses)
                 await asyncio.sleep(wait_s)
 
     async def _attempt(self, state: Resumption, timeout_s: float) -> AsyncGenerator[Event, None]:

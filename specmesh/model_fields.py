@@ -20,6 +20,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError where it cannot be read or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # an escape may stand for half a character
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as broken:

@@ -16,6 +16,8 @@ from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.errors import InternalError, ModelMismatch
 from specmesh.randomness import sample_seed
 
+MAX_ROUND = (1 << 32) - 1  # the next one must fit into the request that resumes
+
 
 @dataclass(slots=True)
 class _Sample:
@@ -100,6 +102,8 @@ class Resumption:
             raise InternalError(f"the coordinator sent {event} for sample {body.index}")
         sample = self._samples[body.index]
         if isinstance(body, pb.Chunk):
+            if body.round >= MAX_ROUND:
+                raise InternalError(f"the coordinator sent round {body.round}")
             sample.token_ids.extend(body.token_ids)
             sample.next_round = body.round + 1
         else:

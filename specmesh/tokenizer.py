@@ -28,6 +28,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _SPACE_MARK = "▁"  # SentencePiece's visible space
+MAX_VOCAB_SIZE = 1 << 22  # the largest in use has 2**18 ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,10 @@ class Tokenizer:
             )
         except jinja2.TemplateError as refused:
             raise InvalidRequest(f"chat template: {refused}", field="messages") from refused
+        except Exception as failed:  # it is a program that came with the weights: anything
+            raise InvalidRequest(
+                f"the chat template fails on it: {type(failed).__name__}", field="messages"
+            ) from failed
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_reply: bool = True) -> list[int]:
         """Token ids of a conversation, opened for the assistant's reply. Raises InvalidRequest."""
@@ -188,8 +193,11 @@ def _decoder_kinds(decoder: Any) -> list[str]:
 def _vocabulary(backend: FastTokenizer, fields: Mapping[str, Any], path: Path) -> Vocabulary:
     kinds = _decoder_kinds(fields.get("decoder"))
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    largest = max(ids.values(), default=-1)
+    if largest >= MAX_VOCAB_SIZE:  # one entry with a huge id would ask for all the memory there is
+        raise ConfigError(f"{path}: token id {largest}, expected less than {MAX_VOCAB_SIZE}")
     added = {int(token["id"]): token for token in fields.get("added_tokens") or []}
-    content = [b""] * (max(ids.values(), default=-1) + 1)
+    content = [b""] * (largest + 1)
     if "ByteLevel" in kinds:
         alphabet = _byte_alphabet()
 
@@ -252,9 +260,14 @@ def _eos_ids(folder: Path, backend: FastTokenizer, config: Mapping[str, Any]) ->
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / TEMPLATE_FILE
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as broken:
+            raise ConfigError(f"cannot read {file}: {broken}") from broken
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
+        if not all(isinstance(entry, dict) for entry in template):
+            raise ConfigError(f"{folder / CONFIG_FILE}: chat_template lists what are no templates")
         named = {entry.get("name"): entry.get("template") for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else None
@@ -270,7 +283,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     try:
         return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as broken:
+    except (jinja2.TemplateError, ValueError, RecursionError) as broken:  # nested without end, too
         raise ConfigError(f"the chat template does not compile: {broken}") from broken
 
 

@@ -84,9 +84,16 @@ def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
     """
     path = folder / CHECKSUMS_FILE
     files = read_json(path).get("files", {}) if path.is_file() else {}
-    if not isinstance(files, dict) or not all(isinstance(of, dict) for of in files.values()):
-        raise ConfigError(f"{path}: files should map names to sha256 and bytes")
+    if not isinstance(files, dict) or not all(map(_is_record, files, files.values())):
+        raise ConfigError(f"{path}: files should map names of this folder to sha256 and bytes")
     return dict(files)
+
+
+def _is_record(name: str, entry: Any) -> bool:
+    if not isinstance(entry, dict) or Path(name).name != name or "\0" in name:
+        return False
+    size, digest = entry.get("bytes"), entry.get("sha256")
+    return isinstance(size, int) and not isinstance(size, bool) and isinstance(digest, str)
 
 
 def file_digest(path: Path) -> str:

@@ -471,11 +471,15 @@ class Network:
         return [c for c in self.calls if c.address == address and node in (None, c.node)]
 
     def cut(self, client: str, address: str) -> bool:
-        """Reset the connection between two hosts. Each end notices in its own time."""
+        """Reset the connection between two hosts. Each end notices in its own time, the server at
+        the latest when its ping goes unanswered."""
         cut = [call for call in self.calls_between(None, address) if call.node.name == client]
         at_client, at_server = (
             self.delay(),
-            self.delay() * (1 if self._is_steady else self._rng.choice((1, 1, 20))),
+            min(
+                self.delay() * (1 if self._is_steady else self._rng.choice((1, 1, 20))),
+                2 * KEEPALIVE_S,
+            ),
         )
         for call in cut:
             self.later(at_client, lambda call=call: call.fail("connection reset"))

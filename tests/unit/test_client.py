@@ -392,3 +392,14 @@ def test_a_request_over_the_size_limit_is_sent_once() -> None:
     ):
         client.generate("x" * 5000)
     assert script.requests == []
+
+
+async def test_requests_that_fail_together_turn_away_from_a_coordinator_once() -> None:
+    """Proves that an even number of requests lost with one coordinator does not turn them back to
+    it: each finds the other at its next attempt."""
+    lost = Script(refusals={attempt: NotReady("scripted") for attempt in range(100)})
+    with serving(lost) as first, serving(Script()) as second:
+        async with AsyncClient([first, second], retry=QUICK) as client:
+            generations = await asyncio.gather(*(client.generate("hi") for _ in range(4)))
+    assert [generation.token_ids for generation in generations] == [[ALL_IDS]] * 4
+    assert len(lost.requests) == 4
