@@ -54,7 +54,8 @@ def resolve_models(
             "--no-draft serves a target alone"
         )
     with progress("setting up the models") as status:
-        from specmesh.engine.model_folder import check_pair, prepare_default_models, resolve_model
+        from specmesh.engine.model_folder import prepare_default_models, resolve_model
+        from specmesh.engine.model_pair import check_pair
 
         def report(what: str) -> None:
             if status is not None:

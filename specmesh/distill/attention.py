@@ -70,13 +70,14 @@ def _by_torch(starts: Tensor) -> Attend:
     return attend
 
 
-def forward_rows(model: Transformer, tokens: Tensor, starts: Tensor, backend: Backend) -> Tensor:
-    """Final hidden states [rows, length, hidden] of packed rows; bfloat16 products on a GPU.
+def forward_rows(
+    model: Transformer, tokens: Tensor, starts: Tensor, backend: Backend, *, is_mixed: bool
+) -> Tensor:
+    """Final hidden states [rows, length, hidden] of packed rows.
 
-    tokens: integer [rows, length]; starts as in `positions_of`.
+    tokens: integer [rows, length]; starts as in `positions_of`. is_mixed: products in bfloat16.
     """
     attend = packed_attention(starts, backend)
-    is_mixed = tokens.device.type == "cuda"
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_mixed):
         flat = model(tokens.long().flatten(), positions_of(starts).flatten(), attend)
     hidden: Tensor = flat.view(*tokens.shape, -1)

@@ -64,10 +64,12 @@ def _score(rows: Rows, turn: Turn, student: Transformer, backend: Backend) -> Sc
     for begin in range(0, rows.num_rows, _ROWS_A_PASS):
         part = rows.take(slice(begin, begin + _ROWS_A_PASS))
         counted = (part.turns == int(turn)).flatten()
-        hidden = forward_rows(student, part.tokens, part.starts, backend).flatten(0, 1)[counted]
+        is_mixed = part.tokens.device.type == "cuda"
+        states = forward_rows(student, part.tokens, part.starts, backend, is_mixed=is_mixed)
+        hidden = states.flatten(0, 1)[counted]
         ones = torch.ones(len(hidden), device=hidden.device)
-        states = part.hidden.flatten(0, 1)[counted]
-        _, kl, overlap = distillation_loss(hidden, states, student.head, ones, _NO_LOSS)
+        theirs = part.hidden.flatten(0, 1)[counted]
+        _, kl, overlap = distillation_loss(hidden, theirs, student.head, ones, _NO_LOSS)
         sums += torch.stack((overlap.double().sum(), kl.double().sum(), ones.double().sum()))
     overlap_sum, kl_sum, count = sums.tolist()
     return Score(overlap_sum / max(1, count), kl_sum / max(1, count), int(count))

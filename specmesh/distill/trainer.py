@@ -203,7 +203,13 @@ class Trainer:
 
     def _accumulate(self, rows: Rows, token_weights: Tensor, weights: LossWeights) -> None:
         counted = token_weights.flatten().nonzero()[:, 0]
-        hidden = forward_rows(self._student, rows.tokens, rows.starts, self._backend)
+        hidden = forward_rows(
+            self._student,
+            rows.tokens,
+            rows.starts,
+            self._backend,
+            is_mixed=self._processes.device.type == "cuda",
+        )
         loss, kl, overlap = distillation_loss(
             hidden.flatten(0, 1)[counted],
             rows.hidden.flatten(0, 1)[counted],

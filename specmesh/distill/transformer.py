@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.reference_layers import inverse_frequencies, rope, rope_amplitude, rope_table
 from specmesh.engine.families import ModelSpec
+from specmesh.engine.restricted_head import HEAD_IDS, check_head_ids, spread
 from specmesh.engine.weights import EMBEDDING, HEAD, Checkpoint
 
 # Queries [n, heads, d], keys and values [n, kv_heads, d] of one layer -> [n, heads, d].
@@ -131,6 +132,13 @@ class Transformer(nn.Module):
         normed: Tensor = self.norm(x)
         return normed
 
+    def vocabulary_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size], -inf for ids that a restricted head does not cover."""
+        logits = self.logits(hidden)
+        if self.head_ids is None:
+            return logits
+        return spread(logits, self.head_ids, self.spec.vocab_size)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, num_rows] of hidden states, in the head's type."""
         return F.linear(hidden.to(self.head.dtype), self.head)
@@ -151,10 +159,14 @@ def load_transformer(
         }
         embedding = checkpoint.tensor(EMBEDDING)
         head = embedding if spec.tie_embeddings else checkpoint.tensor(HEAD)
+        ids = checkpoint.tensor(HEAD_IDS) if HEAD_IDS in checkpoint else None
     place(model, state, dtype=dtype, device=device)
     model.embedding = embedding.to(device, dtype)
     tied = spec.tie_embeddings
     model.head = (model.embedding if tied else head.to(device, dtype))[: spec.vocab_size]
+    if ids is not None:
+        model.head_ids = check_head_ids(ids, spec.vocab_size).to(device)
+        model.head = model.head[model.head_ids]
     return model.requires_grad_(False)
 
 

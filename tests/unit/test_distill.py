@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from specmesh.engine.model_folder import check_pair
+from specmesh.engine.model_pair import check_pair
 from tests.unit.distill_pair import run, settings, tiny_target
 
 

@@ -16,7 +16,8 @@ from specmesh.engine import model_folder
 from specmesh.engine.decoder import load_decoder
 from specmesh.engine.families import read_spec, spec_from_config
 from specmesh.engine.gguf import GgufModel
-from specmesh.engine.model_folder import check_pair, compose_draft, convert_gguf, resolve_model
+from specmesh.engine.model_folder import compose_draft, convert_gguf, resolve_model
+from specmesh.engine.model_pair import check_pair
 from specmesh.engine.weights import fingerprint, recorded_files, weight_files
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import load_tokenizer

@@ -10,7 +10,8 @@ import transformers
 
 from specmesh.cli.up import default_cache_dir
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
-from specmesh.engine.model_folder import check_pair, prepare_default_models
+from specmesh.engine.model_folder import prepare_default_models
+from specmesh.engine.model_pair import check_pair
 from specmesh.tokenizer import Tokenizer, load_tokenizer
 from tests.exact.grpc_sessions import Generation, serve
 from tests.rpc.peers import AT_COORDINATOR, AT_TARGET, COUPLED
