@@ -16,6 +16,7 @@ from importlib import metadata
 import typer
 
 from specmesh.cli import (
+    acceptance,
     bench,
     bench_stack,
     demo,
@@ -52,6 +53,7 @@ app.command("plan")(plan.plan)
 app.command("inflate")(inflate.inflate)
 app.command("demo")(demo.demo)
 app.command("distill")(distill.distill)
+app.command("acceptance")(acceptance.acceptance)
 app.add_typer(trace.app, name="trace")
 app.add_typer(settings.app, name="config")
 

@@ -9,54 +9,77 @@ import typer
 from specmesh.cli.up import default_cache_dir
 from specmesh.errors import InvalidRequest
 
+_TARGET = typer.Option(..., "--target", help="Folder or .gguf file of the target model.")
+_OUT = typer.Option(
+    ..., "--out", help="Folder for the draft, its card, the curve and the checkpoint."
+)
+_LAYERS = typer.Option(4, "--layers", min=1, help="Layers of the draft.")
+_INIT_LAYERS = typer.Option(
+    None, "--init-layers", help="Target layers it starts as, 0,10,20,29; default: even."
+)
+_INIT_FROM = typer.Option(
+    None, "--init-from", help="Start from a smaller model of the target's width instead."
+)
+_MINUTES = typer.Option(
+    None, "--minutes", help="Time for sampling and training; default 20 without --max-steps."
+)
+_MAX_STEPS = typer.Option(None, "--max-steps", help="Optimizer steps at most.")
+_PROMPTS = typer.Option(
+    None, "--prompts", help="JSONL file with a `prompt` a line, in place of made requests."
+)
+_HELD_OUT = typer.Option(
+    None, "--held-out", help="JSONL prompts to measure on, kept out of training."
+)
+_DRAFT_VOCAB = typer.Option(
+    None, "--draft-vocab", help="The head covers only the N most frequent tokens."
+)
+_OPTIMIZER = typer.Option("muon", "--optimizer", help="muon or adamw.")
+_LEARNING_RATE = typer.Option(2e-3, "--learning-rate", help="Peak learning rate.")
+_BATCH_ROWS = typer.Option(
+    64, "--batch-rows", help="Rows of an optimizer step, over all processes."
+)
+_MICRO_ROWS = typer.Option(64, "--micro-rows", help="Rows of one pass; gradients accumulate.")
+_LENGTH = typer.Option(512, "--length", help="Tokens of a row.")
+_SAMPLE_ROWS = typer.Option(2048, "--sample-rows", help="Rows sampled together.")
+_POOL_ROWS = typer.Option(8192, "--pool-rows", help="Rows sampled before training goes on.")
+_REUSE = typer.Option(3, "--reuse", help="Times that each sampled row is trained on.")
+_REPORT_STEPS = typer.Option(
+    200, "--report-steps", help="Steps between evaluations, each with a checkpoint."
+)
+_EVAL_ROWS = typer.Option(256, "--eval-rows", help="Held-out rows of each kind.")
+_SEED = typer.Option(0, "--seed", min=0, help="Everything random follows from it.")
+_DEVICE = typer.Option(None, "--device", help="cpu or cuda; default: a GPU if any.")
+_RESUME = typer.Option(False, "--resume", help="Go on from the checkpoint in --out.")
+_CACHE_DIR = typer.Option(
+    None, "--cache-dir", envvar="SPECMESH_CACHE_DIR", help="As of `specmesh up`."
+)
+
 
 def distill(
-    target: Path = typer.Option(..., "--target", help="Folder or .gguf file of the target model."),
-    out: Path = typer.Option(
-        ..., "--out", help="Folder for the draft, its card, the curve and the checkpoint."
-    ),
-    layers: int = typer.Option(4, "--layers", min=1, help="Layers of the draft."),
-    init_layers: str | None = typer.Option(
-        None, "--init-layers", help="Target layers it starts as, 0,10,20,29; default: even."
-    ),
-    init_from: Path | None = typer.Option(
-        None, "--init-from", help="Start from a smaller model of the target's width instead."
-    ),
-    minutes: float | None = typer.Option(
-        None, "--minutes", help="Time for sampling and training; default 20 without --max-steps."
-    ),
-    max_steps: int | None = typer.Option(None, "--max-steps", help="Optimizer steps at most."),
-    prompts: Path | None = typer.Option(
-        None, "--prompts", help="JSONL file with a `prompt` a line, in place of made requests."
-    ),
-    held_out: Path | None = typer.Option(
-        None, "--held-out", help="JSONL prompts to measure on, kept out of training."
-    ),
-    draft_vocab: int | None = typer.Option(
-        None, "--draft-vocab", help="The head covers only the N most frequent tokens."
-    ),
-    optimizer: str = typer.Option("muon", "--optimizer", help="muon or adamw."),
-    learning_rate: float = typer.Option(2e-3, "--learning-rate", help="Peak learning rate."),
-    batch_rows: int = typer.Option(64, "--batch-rows", help="Rows of an optimizer step."),
-    micro_rows: int = typer.Option(
-        64, "--micro-rows", help="Rows of one pass; gradients accumulate."
-    ),
-    length: int = typer.Option(512, "--length", help="Tokens of a row."),
-    sample_rows: int = typer.Option(2048, "--sample-rows", help="Rows sampled together."),
-    pool_rows: int = typer.Option(
-        8192, "--pool-rows", help="Rows sampled before training goes on."
-    ),
-    reuse: int = typer.Option(3, "--reuse", help="Times that each sampled row is trained on."),
-    report_steps: int = typer.Option(
-        200, "--report-steps", help="Steps between evaluations, each with a checkpoint."
-    ),
-    eval_rows: int = typer.Option(256, "--eval-rows", help="Held-out rows of each kind."),
-    seed: int = typer.Option(0, "--seed", min=0, help="Everything random follows from it."),
-    device: str | None = typer.Option(None, "--device", help="cpu or cuda; default: a GPU if any."),
-    resume: bool = typer.Option(False, "--resume", help="Go on from the checkpoint in --out."),
-    cache_dir: Path | None = typer.Option(
-        None, "--cache-dir", envvar="SPECMESH_CACHE_DIR", help="As of `specmesh up`."
-    ),
+    target: Path = _TARGET,
+    out: Path = _OUT,
+    layers: int = _LAYERS,
+    init_layers: str | None = _INIT_LAYERS,
+    init_from: Path | None = _INIT_FROM,
+    minutes: float | None = _MINUTES,
+    max_steps: int | None = _MAX_STEPS,
+    prompts: Path | None = _PROMPTS,
+    held_out: Path | None = _HELD_OUT,
+    draft_vocab: int | None = _DRAFT_VOCAB,
+    optimizer: str = _OPTIMIZER,
+    learning_rate: float = _LEARNING_RATE,
+    batch_rows: int = _BATCH_ROWS,
+    micro_rows: int = _MICRO_ROWS,
+    length: int = _LENGTH,
+    sample_rows: int = _SAMPLE_ROWS,
+    pool_rows: int = _POOL_ROWS,
+    reuse: int = _REUSE,
+    report_steps: int = _REPORT_STEPS,
+    eval_rows: int = _EVAL_ROWS,
+    seed: int = _SEED,
+    device: str | None = _DEVICE,
+    resume: bool = _RESUME,
+    cache_dir: Path | None = _CACHE_DIR,
 ) -> None:
     """Make a draft model that `specmesh up` loads, trained on the target's own text.
 

@@ -24,7 +24,6 @@ from specmesh.errors import ConfigError
 from specmesh.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 
 WEIGHTS_FILE = "model.safetensors"
-CARD_FILE = "README.md"
 _SHARED_FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, "generation_config.json")
 
 
@@ -48,9 +47,21 @@ def write_folder(folder: Path, student: Transformer, plan: Plan, target: Path) -
                 shutil.copyfile(target / name, folder / name)
         write_whole(folder / WEIGHTS_FILE, lambda path: _save(tensors, path))
         config = json.dumps({**plan.config, "dtype": dtype}, indent=2, sort_keys=True) + "\n"
-        write_whole(folder / "config.json", lambda path: _write_text(path, config))
+        write_text(folder / "config.json", config)
     except OSError as failed:
         raise ConfigError(f"cannot write {folder}: {failed}", field="out") from failed
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text, whole or not at all. Raises ConfigError."""
+    try:
+        write_whole(path, lambda temporary: _put(temporary, text))
+    except OSError as failed:
+        raise ConfigError(f"cannot write {path}: {failed}", field="out") from failed
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -62,10 +73,6 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

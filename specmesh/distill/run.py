@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmesh.acceptance.files import write_measurement
+from specmesh.acceptance.measure import Request, measure
 from specmesh.distill import checkpoints
 from specmesh.distill.attention import default_backend
+from specmesh.distill.card import CARD_FILE, card
 from specmesh.distill.evaluation import HeldOut, Score
-from specmesh.distill.folder import write_folder
+from specmesh.distill.folder import write_folder, write_text
 from specmesh.distill.processes import Processes
 from specmesh.distill.prompts import (
     PromptSource,
@@ -43,6 +46,7 @@ from specmesh.engine.weights import fingerprint
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
+MEASURED_TOKENS, MEASURED_FREE_ROWS = 384, 64  # of the card's measurement, prompt included
 _VOCABULARY_SEED, _HELD_OUT_SEED = 1 << 40, 1 << 41  # apart from the pools' and each other
 
 
@@ -108,10 +112,31 @@ def distill(settings: Settings, report: Report) -> Result | None:
         if settings.resume:
             trainer.resume(identity)
         scores = trainer.run(identity)
+        place = trainer.place
         if not processes.is_first:
             return None
         write_folder(settings.out, student, inputs.plan, settings.target)
-        return Result(settings.out, scores, trainer.place)
+    del sampler, trainer, student  # the device's memory, for the measurement
+    _describe(settings, inputs, place)
+    return Result(settings.out, scores, place)
+
+
+def _describe(settings: Settings, inputs: _Inputs, place: checkpoints.Place) -> None:
+    """Measure the folder as anybody would, and write table, plot and card into it."""
+    has_chat = chat_frame(inputs.tokenizer).is_chat
+    measurement = measure(
+        Request(
+            target=settings.target,
+            draft=settings.out,
+            prompts=inputs.held_out if has_chat else [],
+            num_tokens=min(settings.length, MEASURED_TOKENS),
+            free_rows=MEASURED_FREE_ROWS,
+            device=settings.device,
+        )
+    )
+    write_measurement(settings.out, measurement)
+    text = card(settings, inputs.plan, place, measurement)
+    write_text(settings.out / CARD_FILE, text)
 
 
 def _load(settings: Settings, device: torch.device) -> _Inputs:
