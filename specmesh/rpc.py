@@ -88,6 +88,9 @@ def _shared_options(limits: RpcLimits) -> Options:
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", int(limits.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+        # Pings that gRPC sends for reasons of its own have their own limit, of a minute, and put
+        # the keepalive off while they are out.
+        ("grpc.http2.ping_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -122,11 +122,13 @@ class Proxy:
             return
         connection = _Connection((writer, upstream[1]))
         self._connections.add(connection)
+        # A reset of either side resets the other. Cancelled: the proxy is being closed.
         try:
-            await asyncio.gather(
-                self._forward(reader, upstream[1], self._there, connection),
-                self._forward(upstream[0], writer, self._back, connection),
-            )
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await asyncio.gather(
+                    self._forward(reader, upstream[1], self._there, connection),
+                    self._forward(upstream[0], writer, self._back, connection),
+                )
         finally:
             self._connections.discard(connection)
             connection.abort()
@@ -138,13 +140,12 @@ class Proxy:
         way: _Way,
         connection: _Connection,
     ) -> None:
-        with contextlib.suppress(OSError):
-            while content := await reader.read(CHUNK_BYTES):
-                if way.delay_s:
-                    await asyncio.sleep(way.delay_s)
-                if not way.open.is_set():
-                    connection.has_waited = True
-                    await way.open.wait()
-                writer.write(content)
-                await writer.drain()
-            writer.write_eof()
+        while content := await reader.read(CHUNK_BYTES):
+            if way.delay_s:
+                await asyncio.sleep(way.delay_s)
+            if not way.open.is_set():
+                connection.has_waited = True
+                await way.open.wait()
+            writer.write(content)
+            await writer.drain()
+        writer.write_eof()

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
+import grpc
+import pytest
+
+from specmesh.errors import NotReady
+from specmesh.rpc import RpcLimits, bind, create_channel, create_server, error_from_rpc
 from tests.chaos.faults import KINDS, NONE, Fault, drawn_faults
 from tests.chaos.load import Job
 from tests.chaos.near_tie import Judge, parted
@@ -101,6 +107,46 @@ async def test_the_proxy_holds_loses_and_resets() -> None:
     finally:
         await proxy.close()
         server.close()
+
+
+async def _tick(_request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
+    while True:
+        yield b"tick"
+        await asyncio.sleep(0.01)
+
+
+async def _read_on(call: Any) -> None:
+    while await call.read():
+        pass
+
+
+@pytest.mark.parametrize("ways", [{}, {"there": False}], ids=["both ways", "one way"])
+async def test_a_stream_whose_network_is_silent_ends_at_its_keepalive(
+    ways: dict[str, bool],
+) -> None:
+    """Nothing arrives any more and nobody says so: the reader is told once a ping has gone
+    unanswered, and not after the minute that gRPC allows its own pings."""
+    limits = RpcLimits(keepalive_time_s=1.0, keepalive_timeout_s=1.0)
+    server = create_server(RpcLimits())
+    handler = grpc.unary_stream_rpc_method_handler(_tick)
+    service = grpc.method_handlers_generic_handler("test.Ticks", {"Tick": handler})
+    server.add_generic_rpc_handlers((service,))
+    proxy = Proxy("a-b", bind(server, "127.0.0.1:0"))
+    await server.start()
+    await proxy.start()
+    channel = create_channel(proxy.address, limits)
+    try:
+        call = channel.unary_stream("/test.Ticks/Tick")(b"")
+        async with asyncio.timeout(30):
+            assert await call.read() == b"tick"
+            proxy.hold(**ways)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await _read_on(call)
+        assert isinstance(error_from_rpc(raised.value), NotReady)
+    finally:
+        await channel.close(None)
+        await proxy.close()
+        await server.stop(None)
 
 
 async def _ended(reader: asyncio.StreamReader) -> None:
