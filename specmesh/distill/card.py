@@ -55,10 +55,10 @@ def _recipe(settings: Settings, plan: Plan, place: Place) -> str:
         f"{settings.learning_rate:g} after {settings.warmup_steps} steps of warm-up, down to zero "
         f"by a half cosine, weight decay {settings.weight_decay:g}; {place.step} steps of "
         f"{settings.batch_rows} rows x {settings.length} tokens "
-        f"({place.tokens_trained / 1e6:.1f} M tokens trained on, {place.elapsed_s / 60:.1f} "
-        f"minutes in all). Loss: forward KL up to {TV_BEGINS:.0%} of the run, from "
-        f"{TV_IS_FULL:.0%} on {FINAL_WEIGHTS.kl:g} KL + {FINAL_WEIGHTS.tv:g} total variation, linear between. Seed "
-        f"{settings.seed}."
+        f"({place.tokens_trained / 1e6:.1f} M tokens trained on, "
+        f"{place.elapsed_s / 60:.1f} minutes in all). Loss: forward KL up to {TV_BEGINS:.0%} of "
+        f"the run, from {TV_IS_FULL:.0%} on {FINAL_WEIGHTS.kl:g} KL + {FINAL_WEIGHTS.tv:g} total "
+        f"variation, linear between. Seed {settings.seed}."
     )
 
 
