@@ -44,9 +44,9 @@ _SAMPLE_ROWS = typer.Option(2048, "--sample-rows", help="Rows sampled together."
 _POOL_ROWS = typer.Option(8192, "--pool-rows", help="Rows sampled before training goes on.")
 _REUSE = typer.Option(3, "--reuse", help="Times that each sampled row is trained on.")
 _REPORT_STEPS = typer.Option(
-    200, "--report-steps", help="Steps between evaluations, each with a checkpoint."
+    300, "--report-steps", help="Steps between evaluations, each with a checkpoint."
 )
-_EVAL_ROWS = typer.Option(256, "--eval-rows", help="Held-out rows of each kind.")
+_EVAL_ROWS = typer.Option(128, "--eval-rows", help="Held-out rows of each kind.")
 _SEED = typer.Option(0, "--seed", min=0, help="Everything random follows from it.")
 _DEVICE = typer.Option(None, "--device", help="cpu or cuda; default: a GPU if any.")
 _RESUME = typer.Option(False, "--resume", help="Go on from the checkpoint in --out.")

@@ -230,7 +230,7 @@ class Sampler:
         rows.starts.index_copy_(1, state.step, (state.step == state.row_start)[:, None])
         rows.hidden.index_copy_(1, state.step, hidden[:, None].to(rows.hidden.dtype))
         is_given = state.offset < self._lengths[state.opening]
-        speaker = torch.where(is_given, int(Turn.PROMPT), state.turn)
+        speaker = state.turn.masked_fill(is_given, int(Turn.PROMPT))
         rows.turns.index_copy_(1, state.step, speaker[:, None].to(torch.uint8))
         self._advance(sampled, is_given)
 
@@ -244,15 +244,15 @@ class Sampler:
         request_ends = writes_request & ((sampled == turn_end) | is_long)
         is_eos = (sampled[:, None] == self._eos).any(1)
         answer_ends = ~is_given & (state.turn == int(Turn.ANSWER)) & is_eos
-        token = torch.where(is_given, given, torch.where(request_ends, turn_end, sampled))
+        token = torch.where(is_given, given, sampled.masked_fill(request_ends, turn_end))
         self._rows.next_tokens.index_copy_(1, state.step, token[:, None].int())
         fresh = state.cursor + answer_ends.long().cumsum(0) - 1
         fresh = 1 + (fresh - 1) % (self._num_openings - 1)
-        opening = torch.where(answer_ends, fresh, torch.where(request_ends, 0, state.opening))
+        opening = torch.where(answer_ends, fresh, state.opening.masked_fill(request_ends, 0))
         restarts = answer_ends | request_ends
         state.cursor.add_(answer_ends.sum())
-        state.offset.copy_(torch.where(restarts, 1, state.offset + is_given.long()))
-        turn = torch.where(request_ends, int(Turn.ANSWER), state.turn)
+        state.offset.copy_((state.offset + is_given.long()).masked_fill(restarts, 1))
+        turn = state.turn.masked_fill(request_ends, int(Turn.ANSWER))
         state.turn.copy_(torch.where(answer_ends, self._turns[opening], turn))
         chosen = torch.where(answer_ends[:, None], self._temperatures[opening], self._chosen)
         self._chosen.copy_(chosen)

@@ -46,8 +46,8 @@ class Settings:
     sample_rows: int = 2048
     pool_rows: int = 8192
     reuse: int = 3
-    report_steps: int = 200
-    eval_rows: int = 256
+    report_steps: int = 300
+    eval_rows: int = 128
     seed: int = 0
     device: str = "cpu"
     resume: bool = False
