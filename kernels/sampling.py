@@ -93,16 +93,30 @@ class DraftRows:
 class Outcome:
     """What a round emitted, on the device.
 
-    tokens: int32 [batch, bucket + 1], -1 past the end. num_accepted, num_emitted, status: int32
-    [batch]; a session with a status other than OK emits nothing. log_probs: float32 [batch,
-    bucket, 2], ln p(x_i) and ln q(x_i) of judged candidates (q is 0 where it was not read).
+    tokens: int32 [batch, bucket + 1], -1 past the end. counts: int32 [batch, 3], the columns
+    num_accepted, num_emitted, status; a session with a status other than OK emits nothing.
+    log_probs: float32 [batch, bucket, 2], ln p(x_i) and ln q(x_i) of judged candidates (q is 0
+    where it was not read). leaf_exponents float32, leaf_masses int64 [batch, slots, leaves]: what
+    was summed of each row (`row_state`), target rows 0..num_candidates first; for `row_report`.
     """
 
     tokens: Tensor
-    num_accepted: Tensor
-    num_emitted: Tensor
-    status: Tensor
+    counts: Tensor
     log_probs: Tensor
+    leaf_exponents: Tensor
+    leaf_masses: Tensor
+
+    @property
+    def num_accepted(self) -> Tensor:
+        return self.counts[:, 0]
+
+    @property
+    def num_emitted(self) -> Tensor:
+        return self.counts[:, 1]
+
+    @property
+    def status(self) -> Tensor:
+        return self.counts[:, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +156,14 @@ def accept(
     batch = round_.candidates.shape[0]
     if scratch.shape[0] < batch:
         raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the round has {batch}")
-    tokens, counts, log_probs = torch.ops.specmesh.accept(
-        logits, round_.candidates, round_.num_candidates, round_.seeds, round_.base_lens,
-        round_.rules, round_.temperatures, round_.stop_ids, round_.thresholds, round_.first_rows,
-        kind, draft.rows, draft.ids, draft.temperatures, draft.thresholds, draft.exponents,
-        draft.masses, vocab_size, scratch,
+    return Outcome(
+        *torch.ops.specmesh.accept(
+            logits, round_.candidates, round_.num_candidates, round_.seeds, round_.base_lens,
+            round_.rules, round_.temperatures, round_.stop_ids, round_.thresholds,
+            round_.first_rows, kind, draft.rows, draft.ids, draft.temperatures, draft.thresholds,
+            draft.exponents, draft.masses, vocab_size, scratch,
+        )
     )  # fmt: skip
-    return Outcome(tokens, counts[:, 0], counts[:, 1], counts[:, 2], log_probs)
 
 
 def _require_draft(draft: DraftRows, round_: Round) -> None:
@@ -172,17 +187,17 @@ def _launch_accept(
     first_rows: Tensor | None, kind: int, draft: Tensor, draft_ids: Tensor | None,
     draft_temperatures: Tensor | None, draft_thresholds: Tensor | None,
     draft_exponents: Tensor | None, draft_masses: Tensor | None, vocab_size: int, scratch: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, bucket = candidates.shape
     outputs = _accept_outputs(candidates)
     num_leaves = triton.cdiv(vocab_size, LEAF)
     sparse = kind == DraftKind.SPARSE
-    num_slots, num_parts = bucket + 1, (bucket + 1) * num_leaves
-    if kind and draft_masses is None:
-        num_slots += bucket
+    num_slots = _num_slots(bucket, kind, draft_masses)
+    num_parts = (bucket + 1) * num_leaves
+    if num_slots > bucket + 1:
         num_parts += bucket if sparse else bucket * num_leaves
     arrivals, best_rates, leaves_done = scratch.view(3, -1)
-    partials = _leaf_outputs(batch * num_slots * num_leaves, logits.device)
+    partials = _leaf_outputs((batch, num_slots, num_leaves), logits.device)
     leaf_weights = torch.empty_like(partials[0]) if sparse else None
     ids_strides = draft_ids.stride() if sparse and draft_ids is not None else (0, 0, 0)
     strides = (*logits.stride(), *draft.stride(), *ids_strides)
@@ -213,7 +228,12 @@ def _launch_accept(
         ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=close.per_program,
         num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
-    return outputs
+    return (*outputs, *partials[:2])
+
+
+def _num_slots(bucket: int, kind: int, draft_masses: Tensor | None) -> int:
+    """Rows of a session whose leaves are summed: the target's, then the draft's if need be."""
+    return 2 * bucket + 1 if kind and draft_masses is None else bucket + 1
 
 
 def _race_run(launch: Launch) -> int:
@@ -221,12 +241,12 @@ def _race_run(launch: Launch) -> int:
     return min(launch.run, int(TILE.value) // int(RACE_ROWS.value))
 
 
-def _leaf_outputs(num_leaves: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _leaf_outputs(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Exponents, masses and packed winners of leaves."""
     return (
-        torch.empty(num_leaves, dtype=torch.float32, device=device),
-        torch.empty(num_leaves, dtype=torch.int64, device=device),
-        torch.empty(num_leaves, dtype=torch.int64, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device),
     )
 
 
@@ -244,9 +264,14 @@ _accept = torch.library.custom_op("specmesh::accept", _launch_accept, mutates_ar
 
 @_accept.register_fake
 def _accept_fake(
-    logits, candidates, *_others
-) -> tuple[Tensor, Tensor, Tensor]:  # mirrors _launch_accept
-    return _accept_outputs(candidates)
+    logits, candidates, _num, _seeds, _base_lens, _rules, _temperatures, _stop_ids, _thresholds,
+    _first_rows, kind, _draft, _draft_ids, _draft_temperatures, _draft_thresholds,
+    _draft_exponents, draft_masses, vocab_size, _scratch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip  # mirrors _launch_accept
+    batch, bucket = candidates.shape
+    slots = _num_slots(bucket, kind, draft_masses)
+    leaves = _leaf_outputs((batch, slots, triton.cdiv(vocab_size, LEAF)), logits.device)
+    return (*_accept_outputs(candidates), *leaves[:2])
 
 
 def draw(
@@ -288,7 +313,7 @@ def _launch_draw(
     judge = judge_launch(logits.device)
     _draw_kernel[(num_rows * num_leaves,)](
         logits, seeds, positions, base_lens, rules, temperatures, thresholds,
-        *_leaf_outputs(num_rows * num_leaves, logits.device), scratch, *outputs,
+        *_leaf_outputs((num_rows, num_leaves), logits.device), scratch, *outputs,
         *logits.stride(), vocab_size, num_leaves,
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), TILE=TILE.value,
         RUN=_race_run(judge), num_warps=judge.num_warps, maxnreg=judge.max_registers,

@@ -50,6 +50,8 @@ _CLOSE = {"sm_90": Launch(1, rows=4, per_program=8, early=True), "cpu": Launch(1
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
 _SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)
+_DRAFT = {"sm_90": Launch(8), "cpu": Launch(16)}
+_DRAFT_FALLBACK = Launch(8)
 
 
 def judge_launch(device: torch.device) -> Launch:
@@ -65,3 +67,8 @@ def close_launch(device: torch.device) -> Launch:
 def threshold_launch(device: torch.device) -> Search:
     """Launch of the threshold search."""
     return _SEARCH.get(architecture(device), _SEARCH_FALLBACK)
+
+
+def draft_launch(device: torch.device) -> Launch:
+    """Launch of the kernels that lay draft rows out: few rows, so many warps a program."""
+    return _DRAFT.get(architecture(device), _DRAFT_FALLBACK)

@@ -15,7 +15,17 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from kernels import linear, norm, penalties, rope_kv, sampling, shaping
+from kernels import (
+    draft_rows,
+    linear,
+    norm,
+    penalties,
+    redraw,
+    rope_kv,
+    row_report,
+    sampling,
+    shaping,
+)
 from kernels.sampling import DraftKind
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
 
@@ -38,11 +48,13 @@ def floats(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.float32)
 
 
-def accept_launches(kind: DraftKind, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def accept_launches(
+    kind: DraftKind, dtype: torch.dtype, num_sparse: int = SPARSE_IDS
+) -> Iterator[tuple[str, Launch]]:
     """Both launches of accept at S64, for one kind of draft row; float32 with thresholds."""
     rows, ids = meta(BATCH, BUCKET, VOCAB, dtype=dtype), None
     if kind is DraftKind.SPARSE:
-        rows, ids = floats(BATCH, BUCKET, SPARSE_IDS), ints(BATCH, BUCKET, SPARSE_IDS)
+        rows, ids = floats(BATCH, BUCKET, num_sparse), ints(BATCH, BUCKET, num_sparse)
     filters = dtype is torch.float32
     with recorded(sampling, "_judge_kernel", "_close_kernel") as launches:
         sampling._launch_accept(
@@ -53,7 +65,8 @@ def accept_launches(kind: DraftKind, dtype: torch.dtype) -> Iterator[tuple[str, 
             longs(BATCH, 3),
         )  # fmt: skip
     for launch, name in zip(launches, ("judge", "close"), strict=True):
-        yield f"{name}-{kind.name.lower()}-{dtype}", launch
+        width = f"{num_sparse}-" if kind is DraftKind.SPARSE else ""
+        yield f"{name}-{kind.name.lower()}-{width}{dtype}", launch
 
 
 def sampling_launches() -> Iterator[tuple[str, Launch]]:
@@ -61,12 +74,39 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
     yield from accept_launches(DraftKind.LOGITS, torch.float32)
     yield from accept_launches(DraftKind.WEIGHTS, torch.float16)
     yield from accept_launches(DraftKind.SPARSE, torch.bfloat16)
+    yield from accept_launches(DraftKind.SPARSE, torch.float32, 1024)
     with recorded(sampling, "_draw_kernel") as launches:
         sampling._launch_draw(
             meta(BATCH, VOCAB), longs(BATCH), ints(BATCH), ints(BATCH), ints(BATCH),
             floats(BATCH), None, VOCAB, longs(BATCH, 3),
         )  # fmt: skip
     yield "draw", launches[0]
+    for dtype in (torch.bfloat16, torch.float32):
+        with recorded(draft_rows, "_survey_kernel", "_keep_kernel") as launches:
+            draft_rows._launch_draft_rows(
+                meta(BATCH, VOCAB, dtype=dtype), longs(BATCH), ints(BATCH), ints(BATCH),
+                ints(BATCH), floats(BATCH), None if dtype is torch.bfloat16 else floats(BATCH),
+                VOCAB, 0.01, ints(BATCH), ints(BATCH, 1024), floats(BATCH, 1024), ints(BATCH, 3),
+                floats(BATCH), longs(BATCH, 3),
+            )  # fmt: skip
+        yield f"survey-{dtype}", launches[0]
+        yield f"keep-{dtype}", launches[1]
+    rows = floats(BATCH, BUCKET, 1024), ints(BATCH, BUCKET, 1024)
+    with recorded(redraw, "_redraw_kernel") as launches:
+        redraw._launch_redraw(
+            rows[1], rows[0], longs(BATCH, BUCKET), ints(BATCH), longs(BATCH), ints(BATCH),
+            ints(BATCH), VOCAB, longs(BATCH, 3),
+        )  # fmt: skip
+    yield "redraw", launches[0]
+    with recorded(row_report, "_row_report_kernel") as launches:
+        row_report._launch_row_report(
+            meta(BATCH * (BUCKET + 1), VOCAB), longs(BATCH, BUCKET), ints(BATCH), ints(BATCH),
+            floats(BATCH), None, None, *rows, ints(BATCH, BUCKET + 1), ints(BATCH, 3),
+            floats(BATCH, 2 * BUCKET + 1, 16), longs(BATCH, 2 * BUCKET + 1, 16), VOCAB,
+            floats(BATCH, BUCKET + 1), ints(BATCH, BUCKET + 1), ints(BATCH, BUCKET + 1),
+            floats(BATCH, BUCKET, 3),
+        )  # fmt: skip
+    yield "report", launches[0]
     with recorded(shaping, "_groups_kernel", "_threshold_kernel") as launches:
         shaping._launch_thresholds(
             meta(BATCH * (BUCKET + 1), VOCAB), floats(BATCH), ints(BATCH), floats(BATCH),

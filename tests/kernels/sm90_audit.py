@@ -30,6 +30,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",

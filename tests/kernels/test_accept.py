@@ -466,3 +466,59 @@ def test_output_law_is_the_targets(device: str) -> None:
         assert abs(float(counts[0]) / num - 0.35) > 0.1
     accepted = float(outcome.num_accepted.double().mean())
     assert abs(accepted - 0.7) < 5.0 * math.sqrt(0.21 / num)
+
+
+@pytest.mark.parametrize("kind", [None, DraftKind.SPARSE])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_an_empty_bucket_draws_one_token_a_session(
+    device: str, kind: DraftKind | None, filtered: bool
+) -> None:
+    """Plain decoding: candidates [batch, 0] give a bonus keyed by base_len, whatever the rule."""
+    vocab_size, bar = 1500, 0.5
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(4, vocab_size, generator=generator) * 2).to(device)
+    round_ = round_of(
+        torch.zeros(4, 0, dtype=torch.int64, device=device),
+        num_candidates=[0, 0, 0, -1],
+        seeds=[3, 4, 5, 6],
+        rules=[Rule.RESIDUAL, Rule.COUPLED, Rule.GREEDY, Rule.RESIDUAL],
+        thresholds=torch.full((4, 1), bar, device=device) if filtered else None,
+    )
+    empty = torch.zeros(4, 0, 1024, device=device)
+    draft = None if kind is None else DraftRows(kind, empty, ids=empty.int())
+    outcome = run(logits, round_, draft, vocab_size)
+    assert outcome.counts.tolist() == [[0, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0, 0]]
+    scores = logits.cpu().masked_fill(logits.cpu() < bar, -torch.inf) if filtered else logits.cpu()
+    weights = [shaped(row, 1.0, vocab_size) for row in scores]
+    expected = [
+        reference.race(weights[0], 3, 100, 100, Purpose.BONUS),
+        reference.race(weights[1], 4, 100, 0, Purpose.COUPLED),
+        reference.lowest_argmax(scores[2]),
+        -1,
+    ]
+    assert outcome.tokens[:, 0].tolist() == expected
+
+
+def test_sparse_rows_with_padding_are_those_without(device: str) -> None:
+    """Rows of few ids padded to 1024 decide as the same rows padded to 64, bit for bit."""
+    vocab_size = 80
+    target, _ = batch_of(device, vocab_size, seed=6)
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.full((6, BUCKET, 64), -1, dtype=torch.int32)
+    weights = torch.zeros(6, BUCKET, 64)
+    for session in range(6):
+        for index in range(BUCKET):
+            count = 1 + (session * 11 + index * 5) % 64
+            own = torch.randperm(vocab_size, generator=generator)[:count].sort().values
+            ids[session, index, :count] = own.int()
+            weights[session, index, :count] = torch.rand(count, generator=generator) * 2.0**14
+    round_ = round_of(ids[:, :, 0].long().to(device))
+    outcomes = []
+    for width in (64, 1024):
+        wide_ids = torch.full((6, BUCKET, width), -1, dtype=torch.int32)
+        wide_weights = torch.zeros(6, BUCKET, width)
+        wide_ids[..., :64], wide_weights[..., :64] = ids, weights
+        rows = DraftRows(DraftKind.SPARSE, wide_weights.to(device), ids=wide_ids.to(device))
+        outcomes.append(run(target, round_, rows, vocab_size))
+    assert_same(*outcomes)
+    assert 0 < int(outcomes[0].num_accepted.sum()) < 6 * BUCKET

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 NAMES = (
-    "judge", "close", "draw", "groups", "threshold", "penalize", "linear-swiglu", "linear-none",
-    "finish", "norm", "rope",
+    "judge", "close", "draw", "groups", "threshold", "penalize", "survey", "keep", "redraw",
+    "report", "linear-swiglu", "linear-none", "finish", "norm", "rope",
 )  # fmt: skip
 
 
@@ -51,8 +51,9 @@ def test_no_kernel_spills(reports: list[dict[str, Any]]) -> None:
 
 def test_every_kernel_fits_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
     """Shared memory stays within the 227 KiB a thread block may take; rows are streamed by at
-    least sixteen warps a multiprocessor."""
+    least sixteen warps a multiprocessor, twelve where a warp holds the ids of a wide sparse row."""
     for report in reports:
         assert report["shared_bytes"] <= 227 * 1024, report
         if report["name"].startswith(("judge", "close", "groups")):
-            assert report["registers"] <= 128, report
+            limit = 168 if report["name"].startswith("close-sparse-1024") else 128
+            assert report["registers"] <= limit, report
