@@ -15,7 +15,10 @@ from draft_service.service import SERVICE_NAME, DraftServicer
 from protos.specmesh.v1 import draft_pb2, draft_pb2_grpc
 from specmesh.config import DraftSettings, load_settings
 from specmesh.engine import serving
+from specmesh.engine.executor import MAX_SLOTS
+from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
+from specmesh.metrics import ServiceMetrics
 
 
 def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
@@ -25,12 +28,26 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
 
 def side_of(settings: DraftSettings) -> serving.Side:
     """What makes a service process the draft's."""
+
+    def make_device_side(model: LoadedModel, _metrics: ServiceMetrics) -> Any:
+        from draft_service.device_proposer import DeviceProposer  # imports Triton
+
+        return DeviceProposer(
+            model.limits.vocab_size,
+            MAX_SLOTS,
+            settings.engine.max_num_draft_tokens,
+            model.device.decoder.device,
+        )
+
     return serving.Side(
         name="draft",
         service_name=SERVICE_NAME,
         response_type=draft_pb2.DraftServiceLinkResponse,
         register=_register,
-        make_role=lambda model, metrics: Proposer(settings.engine.max_num_draft_tokens),
+        make_role=lambda model, metrics, device_side: Proposer(
+            settings.engine.max_num_draft_tokens
+        ),
+        make_device_side=make_device_side,
     )
 
 

@@ -28,12 +28,13 @@ from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, Key
 
 @dataclass(slots=True)
 class Drafting:
-    """A proposal in the making: what was drawn so far."""
+    """A proposal in the making: what was drawn so far. frames: rows that the device drew from."""
 
     num_draft_tokens: int
     cuts: list[wire.Cut] = field(default_factory=list)
     dropped_mass: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    frames: list[session_pb2.Distribution] = field(default_factory=list)
 
 
 class Proposer:

@@ -118,7 +118,12 @@ class EngineSettings(_Section):
     # Hugging Face folder: config.json, safetensors, tokenizer.
     model: Path
     device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # auto: bfloat16 on a GPU, float32 on a CPU.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # What layers and decisions run on. auto: triton on a GPU, the reference on a CPU.
+    kernels: Literal["auto", "reference", "triton"] = "auto"
+    # Triton kernels: a row's bits do not depend on its batch, chunking or bucket.
+    invariant: bool = True
     page_size: int = Field(default=64, ge=16, le=128)
     # K/V pages. None: enough for max_sessions average contexts, within memory.
     num_pages: int | None = Field(default=None, ge=1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -138,6 +139,19 @@ def encode(row: Row) -> session_pb2.Distribution:
     values = row.weights.cpu().numpy().astype(_VALUE_TYPES[row.encoding], copy=False).tobytes()
     return session_pb2.Distribution(
         encoding=row.encoding, vocab_size=row.vocab_size, ids=ids, values=values
+    )
+
+
+def sparse_frame(
+    ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32], vocab_size: int, *, is_half: bool
+) -> session_pb2.Distribution:
+    """Serialise a row that a device drew from: ids ascending, weights float16 values if is_half."""
+    encoding = SPARSE_F16 if is_half else SPARSE_F32
+    return session_pb2.Distribution(
+        encoding=encoding,
+        vocab_size=vocab_size,
+        ids=ids.astype(_ID_TYPE).tobytes(),
+        values=weights.astype(_VALUE_TYPES[encoding]).tobytes(),
     )
 
 

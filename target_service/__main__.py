@@ -13,6 +13,7 @@ import grpc
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
 from specmesh.config import TargetSettings, load_settings
 from specmesh.engine import serving
+from specmesh.engine.executor import MAX_SLOTS
 from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
 from specmesh.metrics import ServiceMetrics
@@ -29,7 +30,18 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
 def side_of(settings: TargetSettings) -> serving.Side:
     """What makes a service process the target's."""
 
-    def make_role(model: LoadedModel, metrics: ServiceMetrics) -> Verifier:
+    def make_device_side(model: LoadedModel, metrics: ServiceMetrics) -> Any:
+        from target_service.device_verifier import DeviceVerifier  # imports Triton
+
+        return DeviceVerifier(
+            model.limits.vocab_size,
+            MAX_SLOTS,
+            settings.engine.max_num_draft_tokens,
+            model.device.decoder.device,
+            metrics.redraw_mismatches.inc,
+        )
+
+    def make_role(model: LoadedModel, metrics: ServiceMetrics, device_side: Any) -> Verifier:
         options = VerifierOptions(
             vocab_size=model.limits.vocab_size,
             max_num_draft_tokens=settings.engine.max_num_draft_tokens,
@@ -37,7 +49,9 @@ def side_of(settings: TargetSettings) -> serving.Side:
             max_message_bytes=settings.server.max_message_bytes,
         )
         redraw = RedrawCheck(settings.redraw_check_ratio, metrics.redraw_mismatches.inc)
-        return Verifier(options, redraw)
+        if device_side is None:
+            return Verifier(options, redraw)
+        return Verifier(options, redraw, device_side.can_decide)
 
     return serving.Side(
         name="target",
@@ -45,6 +59,7 @@ def side_of(settings: TargetSettings) -> serving.Side:
         response_type=target_pb2.TargetServiceLinkResponse,
         register=_register,
         make_role=make_role,
+        make_device_side=make_device_side,
     )
 
 

@@ -9,7 +9,7 @@ The checks of what a draft sent are in target_service/candidates.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,16 @@ Verdict = target_pb2.Verdict
 
 @dataclass(slots=True)
 class Verifying:
-    """A verdict in the making. num_steps: tokens of plain decoding; 1 with candidates."""
+    """A verdict in the making. num_steps: tokens of plain decoding; 1 with candidates.
+
+    on_device: the device decides (target_service/device_verifier.py).
+    """
 
     candidates: Candidates
     num_steps: int
     at_coordinator: bool
     audit: bool
+    on_device: bool = False
     verdict: Verdict = field(default_factory=target_pb2.Verdict)
 
 
@@ -65,9 +69,17 @@ class Verifier:
         forward_span=TARGET_FORWARD,
     )
 
-    def __init__(self, options: VerifierOptions, redraw: RedrawCheck) -> None:
+    def __init__(
+        self,
+        options: VerifierOptions,
+        redraw: RedrawCheck,
+        on_device: Callable[[Session, Verifying, int], bool] = lambda *_: False,
+    ) -> None:
+        """on_device: whether the device decides a command, given its base_len; candidates are then
+        drawn again there."""
         self._options = options
         self._redraw = redraw
+        self._on_device = on_device
 
     # ------------------------------------------------------------ check
 
@@ -99,6 +111,9 @@ class Verifier:
             self._check_answer_bytes(session, num_candidates + num_steps)
         candidates = Candidates.parse(session, command, self._options.vocab_size)
         verifying = Verifying(candidates, num_steps, at_coordinator, command.audit)
+        verifying.on_device = self._on_device(session, verifying, command.prefix.base_len)
+        if verifying.on_device:
+            return verifying
         refuted = self._redraw.find_mismatch(session, candidates, command.prefix.base_len)
         if refuted is not None:
             # Decided as if nothing were proposed: exact, as the bonus noise is keyed by base_len.

@@ -21,6 +21,7 @@ from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.layer_ops import LayerOps, Linear, layer_ops
 from specmesh.engine.step_attention import GatheredAttention, HeadNorms, StepAttention
+from specmesh.engine.restricted_head import HEAD_IDS, check_head_ids, restricted_head
 from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fingerprint
 from specmesh.errors import ConfigError
 from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -117,7 +118,7 @@ class Decoder:
         a row's bits then do not depend on its batch. Raises ConfigError."""
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.fingerprint = fingerprint
-        _check_placement(self.device, dtype)
+        check_placement(self.device, dtype)
         if embedding_from is not None:
             _check_shared_embedding(spec, embedding_from, dtype, self.device)
         checkpoint.check(spec, shared_embedding=embedding_from is not None)
@@ -135,6 +136,9 @@ class Decoder:
             tied = spec.tie_embeddings
             head = self._embedding if tied else self._place(checkpoint.tensor(HEAD))
             self._head = self._ops.linear(head, None)
+            if HEAD_IDS in checkpoint:
+                ids = check_head_ids(checkpoint.tensor(HEAD_IDS), spec.vocab_size)
+                self._head = restricted_head(self._ops.linear, head, ids)
         self._final_norm = self._place(checkpoint.tensor(FINAL_NORM))
         self._layers = [self._load_layer(checkpoint, i) for i in range(spec.num_layers)]
 
@@ -241,7 +245,8 @@ def _choose_ops(
     return fused_ops(invariant=invariant)
 
 
-def _check_placement(device: torch.device, dtype: torch.dtype) -> None:
+def check_placement(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a device that is not there or a type that it does not run."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"unsupported device {device}: expected cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from specmesh.engine.decoder import Decoder, StepBatch
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.role import Finished
 from specmesh.engine.scheduler import Segment, Step, Task
+
+MAX_SEQS = 64  # short segments of one captured step; a pass of more takes several
+MAX_SLOTS = MAX_SEQS + 1  # and one chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +45,43 @@ class StepOutcome:
     num_tokens: int
 
 
+class Executor(Protocol):
+    """What runs the scheduler's steps."""
+
+    def run(self, step: Step, meanwhile: Callable[[], object]) -> StepOutcome:
+        """Perform the copies and the passes of a step; blocks until the device is done.
+
+        meanwhile may be called any number of times, while a device works that is not this thread.
+        """
+        ...
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
+        ...
+
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Do what would slow the first requests down."""
+        ...
+
+    def use_idle(self) -> bool:
+        """Do some preparation while nothing waits. False when there is none to do."""
+        ...
+
+
 class StepExecutor:
-    """Runs passes on one device."""
+    """Runs passes through the decoder's reference path; the role decides from the rows."""
 
     def __init__(self, device: Device, clock_ns: Callable[[], int]) -> None:
         self._device = device
         self._clock_ns = clock_ns
 
-    def run(self, step: Step) -> StepOutcome:
+    def run(self, step: Step, meanwhile: Callable[[], object] = lambda: None) -> StepOutcome:
         """Perform the copies and the pass; K/V is written and the ledgers say so.
 
         Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
         then.
         """
+        del meanwhile  # the pass runs on this thread
         start_ns = self._clock_ns()
         for source, copy in step.copies:
             self._device.cache.copy_page(source, copy)
@@ -83,6 +111,10 @@ class StepExecutor:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
         self._device.cache.clear_pages(pages)
+
+    def use_idle(self) -> bool:
+        """Nothing to prepare."""
+        return False
 
     def warm_up(self, lengths: Sequence[int]) -> None:
         """Run one pass of each length (tokens), so that no request pays for a first time.

@@ -6,6 +6,8 @@ links or roles.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -16,14 +18,17 @@ import torch
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import EngineSettings
 from specmesh.engine.block_pool import BlockPool
-from specmesh.engine.decoder import load_decoder
+from specmesh.engine.decoder import check_placement, load_decoder
 from specmesh.engine.executor import Device
-from specmesh.engine.families import ModelSpec
+from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache, page_bytes
 from specmesh.engine.sessions import Limits
+from specmesh.engine.weights import expected_shapes
 from specmesh.errors import ConfigError
 from specmesh.telemetry import installed_version
 from specmesh.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 # A pool of unset size: room for this many tokens a session, within this share of free memory.
 AVERAGE_CONTEXT_LEN = 1024
@@ -45,9 +50,25 @@ class LoadedModel:
 def load_model(settings: EngineSettings) -> LoadedModel:
     """Load weights and allocate K/V. Blocks for seconds. Raises ConfigError."""
     folder = settings.model
-    dtype = DTYPES[settings.dtype]
+    dtype_name = dtype_of(settings)
+    dtype = DTYPES[dtype_name]
+    check_placement(torch.device(settings.device), dtype)
     tokenizer = load_tokenizer(folder)
-    decoder = load_decoder(folder, dtype=dtype, device=settings.device)
+    needed = weight_bytes(read_spec(folder, tokenizer.vocab_size), dtype)
+    free = _available_bytes(settings.device)
+    if needed > free:
+        raise ConfigError(
+            f"the weights take {needed / 1e9:.1f} GB in {dtype_name}, {settings.device} has "
+            f"{free / 1e9:.1f} GB free",
+            field="engine.model",
+        )
+    decoder = load_decoder(
+        folder,
+        dtype=dtype,
+        device=settings.device,
+        fused=is_fused(settings),
+        invariant=settings.invariant,
+    )
     spec = decoder.spec
     context_len = settings.max_context_len or spec.max_context_len
     if context_len > spec.max_context_len:
@@ -56,8 +77,24 @@ def load_model(settings: EngineSettings) -> LoadedModel:
             field="engine.max_context_len",
         )
     num_pages = settings.num_pages or _num_pages(settings, spec, dtype, context_len)
+    kv_bytes = num_pages * page_bytes(spec, settings.page_size, dtype.itemsize)
+    if kv_bytes > (free := _available_bytes(settings.device)):
+        raise ConfigError(
+            f"{num_pages} pages take {kv_bytes / 1e9:.1f} GB, {settings.device} has "
+            f"{free / 1e9:.1f} GB free beside the weights",
+            field="engine.num_pages",
+        )
     cache = KVCache(
         spec, num_pages, page_size=settings.page_size, dtype=dtype, device=settings.device
+    )
+    logger.info(
+        "memory planned",
+        extra={
+            "weight_bytes": needed,
+            "kv_bytes": kv_bytes,
+            "pages": num_pages,
+            "free_bytes": _available_bytes(settings.device),
+        },
     )
     limits = Limits(
         vocab_size=spec.vocab_size,
@@ -82,15 +119,33 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         max_num_draft_tokens=settings.max_num_draft_tokens,
         device=_device_name(settings.device),
         device_id=_device_id(settings.device),
-        dtype=settings.dtype,
-        # Matrix products of other batch shapes may round otherwise.
-        numeric_contract="batch-dependent",
+        dtype=dtype_name,
+        # Without the contract, matrix products of other batch shapes may round otherwise.
+        numeric_contract="invariant" if decoder.is_invariant else "batch-dependent",
         tokenizer=str(folder),
         version=installed_version(),
     )
     return LoadedModel(
         Device(decoder, cache, BlockPool(num_pages, settings.page_size)), limits, info
     )
+
+
+def dtype_of(settings: EngineSettings) -> str:
+    """The name of the type that weights and K/V have."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bfloat16" if torch.device(settings.device).type == "cuda" else "float32"
+
+
+def is_fused(settings: EngineSettings) -> bool:
+    """Whether Triton kernels run. Raises ConfigError where they cannot."""
+    on_gpu = torch.device(settings.device).type == "cuda"
+    if settings.kernels == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "triton kernels need a GPU, or TRITON_INTERPRET=1 to be interpreted",
+            field="engine.kernels",
+        )
+    return settings.kernels == "triton" or (settings.kernels == "auto" and on_gpu)
 
 
 def _num_pages(
@@ -109,9 +164,21 @@ def _num_pages(
     return min(wanted, affordable)
 
 
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of all weights in a type."""
+    return dtype.itemsize * sum(math.prod(shape) for _, shape in expected_shapes(spec))
+
+
 def _free_bytes(device: str) -> int:
+    """What the K/V pool may take of the free memory."""
+    on_gpu = torch.device(device).type == "cuda"
+    share = DEVICE_MEMORY_SHARE if on_gpu else HOST_MEMORY_SHARE
+    return int(_available_bytes(device) * share)
+
+
+def _available_bytes(device: str) -> int:
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * DEVICE_MEMORY_SHARE)
+        return int(torch.cuda.mem_get_info(device)[0])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -120,7 +187,7 @@ def _free_bytes(device: str) -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
         free = min(free, int(text))
-    return int(free * HOST_MEMORY_SHARE)
+    return free
 
 
 def _device_name(device: str) -> str:

@@ -28,11 +28,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A task whose tokens are fed. Its logits are rows [first_row, first_row + num_rows)."""
+    """A task whose tokens are fed. Its logits are rows [first_row, first_row + num_rows).
+
+    decided: where the device decided already, a tuple of that one outcome; see `Role.advance`.
+    """
 
     task: Task
     first_row: int
     num_rows: int
+    decided: tuple[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 
 from protos.specmesh.v1 import session_pb2
 from specmesh.engine.commands import CommandDesk, Observers
-from specmesh.engine.executor import Device, StepExecutor, StepOutcome
+from specmesh.engine.executor import Device, Executor, StepExecutor, StepOutcome
 from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
@@ -45,6 +46,16 @@ class EngineOptions:
     warm_up_lens: tuple[int, ...] = (1,)
 
 
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Commands as they arrived. room: how many of them may wait."""
+
+    link: Link
+    commands: Sequence[Any]
+    arrived_ns: int
+    room: int
+
+
 class Engine:
     """Serves the sessions of one device. Start it, submit frames, stop it."""
 
@@ -55,7 +66,9 @@ class Engine:
         limits: Limits,
         options: EngineOptions,
         observers: Observers,
+        make_executor: Callable[[Device, Callable[[], int]], Executor] = StepExecutor,
     ) -> None:
+        """make_executor: what runs passes, given the device and the clock in nanoseconds."""
         self.limits = limits
         self._options = options
         self._pool = device.pool
@@ -69,8 +82,9 @@ class Engine:
             lambda task: self._desk.answer_deferred(task),
         )
         self._desk = CommandDesk(self._table, self._scheduler, role, observers)
-        self._executor = StepExecutor(device, observers.clock_ns)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._executor = make_executor(device, observers.clock_ns)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | _Frame | None] = queue.SimpleQueue()
+        self._held: deque[Callable[[], None] | _Frame | None] = deque()  # read before its time
         self._num_submitted = 0
         self._num_unread: dict[Link, int] = {}  # commands of a link that the worker has not read
         self._submit_lock = threading.Lock()
@@ -119,7 +133,7 @@ class Engine:
             room = most - self.num_waiting
             self._num_submitted += len(commands)
             self._num_unread[link] = num_unread + len(commands)
-        self._inbox.put(lambda: self._accept(link, commands, arrived_ns, room))
+        self._inbox.put(_Frame(link, commands, arrived_ns, room))
         return True
 
     def end_link(self, link: Link) -> None:
@@ -161,18 +175,19 @@ class Engine:
 
     # ------------------------------------------------------------ worker thread
 
-    def _accept(self, link: Link, commands: Sequence[Any], arrived_ns: int, room: int) -> None:
+    def _accept(self, frame: _Frame) -> None:
+        link, commands = frame.link, frame.commands
         with self._submit_lock:
             self._num_unread[link] -= len(commands)
             if not self._num_unread[link]:
                 del self._num_unread[link]
         for index, command in enumerate(commands):
-            if index >= room and command.WhichOneof("command") != "close":
+            if index >= frame.room and command.WhichOneof("command") != "close":
                 self._desk.num_answered += 1
                 error = TooBusy("too many commands wait for the device", retry_after_s=0.1)
                 self._desk.refuse(link, command, error)
             else:
-                self._desk.accept(Request(link, command, arrived_ns))
+                self._desk.accept(Request(link, command, frame.arrived_ns))
 
     def _warm_up(self) -> bool:
         """On the thread that will serve: thread pools and caches of the device belong to it."""
@@ -210,17 +225,47 @@ class Engine:
 
     def _read_inbox(self, *, block: bool) -> bool:
         """Perform everything that arrived. False when told to stop."""
+        is_idle = block
         try:
             while True:
-                item = (
-                    self._inbox.get(timeout=EXPIRY_PERIOD_S) if block else self._inbox.get_nowait()
-                )
-                block = False
+                if self._held:
+                    item = self._held.popleft()
+                else:
+                    item = (
+                        self._inbox.get(timeout=EXPIRY_PERIOD_S)
+                        if block
+                        else self._inbox.get_nowait()
+                    )
+                is_idle = block = False
                 if item is None:
                     return False
-                item()
+                if isinstance(item, _Frame):
+                    self._accept(item)
+                else:
+                    item()
         except queue.Empty:
+            if is_idle:  # nothing came for a whole period
+                self._executor.use_idle()
             return True
+
+    def _read_early(self) -> None:
+        """While the device works: take commands that leave the sessions in the pass alone.
+
+        Openings, closings and ends of links free pages, so they wait for the pass, and with them
+        everything that came later.
+        """
+        kind = self._role.wire.kind
+        while not self._held:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Frame) and all(
+                command.WhichOneof("command") == kind for command in item.commands
+            ):
+                self._accept(item)
+            else:
+                self._held.append(item)
 
     def _expire(self) -> None:
         now = self._observers.clock_ns()
@@ -238,7 +283,7 @@ class Engine:
     def _run(self, step: Step) -> None:
         tasks = [segment.task for segment in step.segments]
         try:
-            outcome = self._executor.run(step)
+            outcome = self._executor.run(step, self._read_early)
         except Exception as error:
             logger.exception("a forward pass failed")
             if isinstance(error, torch.AcceleratorError):
@@ -266,15 +311,25 @@ class Engine:
             finished = self._desk_completed()
 
     def _advance(self, finished: list[Finished], logits: torch.Tensor) -> None:
+        decided = [entry for entry in finished if entry.decided is not None]
+        self._answer(decided, [entry.decided[0] for entry in decided if entry.decided])
+        open_ = [entry for entry in finished if entry.decided is None]
+        if open_:
+            self._answer(open_, self._decide(open_, logits))
+
+    def _decide(self, finished: list[Finished], logits: torch.Tensor) -> list[Any]:
+        """The role's outcome for each."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # rows are small: waking a second thread costs more than it saves
         try:
-            outcomes = self._role.advance(finished, logits)
+            return self._role.advance(finished, logits)
         except Exception as error:
             logger.exception("deciding a pass failed")
-            outcomes = [InternalError(f"unexpected {type(error).__name__}")] * len(finished)
+            return [InternalError(f"unexpected {type(error).__name__}")] * len(finished)
         finally:
             torch.set_num_threads(num_threads)
+
+    def _answer(self, finished: list[Finished], outcomes: list[Any]) -> None:
         for entry, outcome in zip(finished, outcomes, strict=True):
             if outcome is None:
                 self._scheduler.add(entry.task)

@@ -91,10 +91,14 @@ class Segment:
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass: its segments and the page copies that must come before it."""
+    """One forward pass: its segments and the page copies that must come before it.
+
+    num_holders: sessions with K/V, whether at work or between commands.
+    """
 
     segments: list[Segment] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_holders: int = 0
 
 
 class Scheduler:
@@ -179,6 +183,7 @@ class Scheduler:
             step.segments.append(segment)
         deferred = set(map(id, self._deferred))
         self._ready.extend(task for task in left if id(task) not in deferred)
+        step.num_holders = len(self._holders)
         return step
 
     def _cut(self, task: Task, budget: int, *, is_first: bool) -> Segment | None:
@@ -218,6 +223,8 @@ class Scheduler:
         """Preempt newer sessions, the newest first, until the pool has num_pages to give."""
         if any(other.session.serial < session.serial for other in self._deferred):
             return False  # an older session waits for pages: it comes first
+        if self._pages.pool.num_free >= num_pages:
+            return True
         newer = [serial for serial in self._holders if serial > session.serial]
         obtainable = self._pages.num_freed([self._holders[serial] for serial in newer])
         if self._pages.pool.num_free + obtainable < num_pages:

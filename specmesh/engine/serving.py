@@ -25,10 +25,12 @@ from protos.specmesh.v1 import session_pb2
 from specmesh.allocator import keep_freed_memory
 from specmesh.config import DraftSettings, EngineSettings, ServerSettings, TargetSettings
 from specmesh.engine.commands import Observers
+from specmesh.engine.executor import Device, Executor, StepExecutor
 from specmesh.engine.links import LinkOptions, LinkServer
 from specmesh.engine.loading import LoadedModel, load_model
 from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
+from specmesh.engine.sessions import Limits
 from specmesh.errors import InternalError, NotReady
 from specmesh.logs import configure_logging
 from specmesh.metrics import ServiceMetrics
@@ -82,14 +84,16 @@ class Side:
     """What tells the two services apart.
 
     service_name: full gRPC name. response_type: message of the link. register: adds the servicer to
-    a server. make_role: builds the role for a loaded model and its metrics.
+    a server. make_role: builds the role for a loaded model, its metrics and, where the device
+    decides, its device side, which make_device_side builds.
     """
 
     name: str
     service_name: str
     response_type: type[Any]
     register: Callable[[ServiceState, grpc.aio.Server], None]
-    make_role: Callable[[LoadedModel, ServiceMetrics], Role]
+    make_role: Callable[[LoadedModel, ServiceMetrics, Any], Role]
+    make_device_side: Callable[[LoadedModel, ServiceMetrics], Any]
 
 
 class ServiceProcess:
@@ -172,9 +176,13 @@ class ServiceProcess:
         info.instance_id = self._instance_id
         info.max_message_bytes = server.max_message_bytes
         clock_ns, unix_offset_ns = system_clocks()
+        device_side, make_executor = None, None
+        if model.device.decoder.is_fused:
+            device_side = self._side.make_device_side(model, self._metrics)
+            make_executor = program_executor(device_side, model.limits, engine_settings)
         engine = Engine(
             model.device,
-            self._side.make_role(model, self._metrics),
+            self._side.make_role(model, self._metrics, device_side),
             model.limits,
             EngineOptions(
                 token_budget=engine_settings.token_budget,
@@ -187,6 +195,7 @@ class ServiceProcess:
                 ),
             ),
             Observers(telemetry, self._metrics, clock_ns, unix_offset_ns),
+            make_executor or StepExecutor,
         )
         engine.on_death = lambda: _ignore_closed(loop, self._die)
         await asyncio.to_thread(engine.start)
@@ -216,6 +225,23 @@ class ServiceProcess:
         streams_s = min(END_OF_STREAMS_S, grace_s)
         await asyncio.gather(*(server.stop(streams_s) for server in self._servers))
         await asyncio.to_thread(engine.stop)
+
+
+def program_executor(
+    side: Any, limits: Limits, settings: EngineSettings
+) -> Callable[[Device, Callable[[], int]], Executor]:
+    """Makes the executor of captured steps, with buckets that cover what the settings allow."""
+    from specmesh.engine.device_executor import Buckets, ProgramExecutor  # imports Triton
+
+    buckets = Buckets.covering(
+        max_seqs=limits.max_sessions,
+        max_query_len=settings.max_num_draft_tokens + 1,
+        max_long_rows=min(
+            settings.token_budget, settings.prefill_chunk + settings.max_num_draft_tokens + 1
+        ),
+        max_context_len=limits.max_context_len,
+    )
+    return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
 
 
 def _ignore_closed(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ PAGE = 16
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 5, 64])
 def test_steps_equal_the_reference(num_seqs: int, device: str) -> None:
+    """Chained over three steps, padding and ended sessions among them."""
     generator = torch.Generator().manual_seed(num_seqs)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -35,6 +36,7 @@ def test_steps_equal_the_reference(num_seqs: int, device: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
+    """Each argument is one entry a session."""
     one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="one entry a session"):
         next_step(one, two, one, one[:, None], (one, one, one), PAGE)

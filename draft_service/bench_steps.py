@@ -1,0 +1,75 @@
+"""`python -m draft_service.bench_steps`: chains of four candidates, drawn on the device."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draft_service.device_proposer import MAX_CATCH_UP, DeviceProposer
+from kernels.sampling import Rule
+from specmesh.bench import steps
+from specmesh.engine.step_programs import StepProgram, StepShape
+
+NUM_CANDIDATES = 4
+
+
+def _case(name: str, model: str, batch: int, bar_ms: float | None = None) -> steps.StepCase:
+    shape = StepShape(batch, MAX_CATCH_UP, 0, NUM_CANDIDATES, 1, 1024)
+    return steps.StepCase(name, model, shape, bar_ms=bar_ms)
+
+
+CASES = [
+    _case("draft-4layer-k4", "4layer", 1, 0.6),
+    _case("draft-4layer-k4-b64", "4layer", 64),
+    _case("draft-1b-k4", "1b", 1, 3.6),
+    _case("draft-1b-k4-b64", "1b", 64),
+]
+
+
+def _pack(program: StepProgram) -> None:
+    """Residual sessions at temperature 1."""
+    host = program.buffers.inputs.host
+    host["rules"][:] = int(Rule.RESIDUAL)
+    host["seeds"][:] = np.random.default_rng(1).integers(0, 1 << 62, program.shape.num_slots)
+    host["base_lens"][:] = host["context_lens"]
+
+
+def main(argv: list[str]) -> int:
+    """Measure; return the exit status."""
+    parser = argparse.ArgumentParser(prog="draft_service.bench_steps", description=__doc__)
+    parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
+    parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(argv)
+    device = torch.device("cuda")
+    reports = []
+    for case in CASES:
+        decoder = steps.load(case.model, device)
+        side = DeviceProposer(decoder.spec.vocab_size, 65, 8, device)
+        report = steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
+        reports.append(report)
+        del decoder, side
+        gc.collect()
+        torch.cuda.empty_cache()
+        if options.baseline and case.shape.num_seqs == 1:
+            # Four steps of one row: what its generate does for four candidates, without sampling.
+            for _, measured in steps.transformers_steps(case.model, [(1, 1)], case.context, device):
+                report["baseline"] = {
+                    "name": "transformers compiled layers + CUDA graph, 4 steps, no sampling",
+                    "value": NUM_CANDIDATES * measured.median,
+                    "p20": NUM_CANDIDATES * measured.p20,
+                    "p80": NUM_CANDIDATES * measured.p80,
+                }
+    command = shlex.join(["python", "-m", "draft_service.bench_steps", *argv])
+    steps.write(reports, options.output, command)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""Drafting on the device: a chain of passes draws all candidates, the host sends what was drawn.
+
+Owns the draft's part of a captured step and the way back from its outputs to a Proposal. The rows
+sent are the rows the device drew from (exactness rule 1). What the device does not know (bias,
+penalties, suppressed stop ids, dense row policies) is left to `proposer.py`. Must not know links
+or programs' layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draft_service.proposer import Drafting
+from kernels.draft_rows import DraftedRows, DraftKeys, draft_rows
+from kernels.sampling import Status, workspace
+from kernels.shaping import Filters, thresholds
+from protos.specmesh.v1 import draft_pb2, session_pb2
+from specmesh import wire
+from specmesh.engine.device_side import (
+    HostArrays,
+    clear_parameters,
+    pack_parameters,
+    parameter_fields,
+)
+from specmesh.engine.scheduler import Segment, Task
+from specmesh.engine.step_buffers import FLOAT32, Field
+from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
+from specmesh.errors import NumericFault
+
+MAX_CATCH_UP = 2  # tokens fed before the first draw: one, or two after full acceptance
+
+
+class DraftSampler:
+    """One draw a sequence and pass; see `step_programs.Sampler`."""
+
+    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._scratch = workspace(max_seqs, device)
+
+    def input_fields(self, shape: StepShape) -> Sequence[Field]:
+        """Sampling parameters."""
+        return parameter_fields(shape.num_slots)
+
+    def output_fields(self, shape: StepShape) -> Sequence[Field]:
+        """Per pass and sequence: the token, its row and what the row lost."""
+        passes, slots = shape.num_passes, shape.num_slots
+        return [
+            Field("tokens", (passes, slots)),
+            Field("reports", (passes, slots, 3)),  # num_ids, truncated, status
+            Field("dropped_mass", (passes, slots), FLOAT32),
+            Field("ids", (passes, slots, wire.MAX_SPARSE_IDS)),
+            Field("weights", (passes, slots, wire.MAX_SPARSE_IDS), FLOAT32),
+        ]
+
+    def sample(
+        self, logits: Tensor, buffers: ProgramBuffers, shape: StepShape, pass_index: int
+    ) -> Tensor:
+        """See `step_programs.Sampler`."""
+        inputs, outputs = buffers.inputs.device, buffers.outputs.device
+        limits = None
+        if shape.is_filtered:
+            filters = Filters(
+                inputs["temperatures"], inputs["top_ks"], inputs["top_ps"], inputs["min_ps"]
+            )
+            limits = thresholds(logits, filters, 1, self.vocab_size)[:, 0]
+        keys = DraftKeys(
+            inputs["seeds"],
+            inputs["context_lens"],  # the token drawn sits behind what was fed
+            inputs["base_lens"],
+            inputs["rules"],
+            inputs["temperatures"],
+        )
+        out = DraftedRows(
+            outputs["tokens"][pass_index],
+            outputs["ids"][pass_index],
+            outputs["weights"][pass_index],
+            outputs["reports"][pass_index],
+            outputs["dropped_mass"][pass_index],
+        )
+        return draft_rows(logits, keys, self.vocab_size, self._scratch, limits, out=out).tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """What a step drew. tokens and dropped_mass: [slot][pass]; reports: [pass][slot] of (num_ids,
+    truncated, status); ids and weights: [pass, slot, id], views of memory that the next step
+    overwrites."""
+
+    tokens: list[list[int]]
+    reports: list[list[list[int]]]
+    dropped_mass: list[list[float]]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+
+
+class DeviceProposer:
+    """The draft's device side; see `specmesh.engine.device_side.DeviceSide`."""
+
+    def __init__(
+        self, vocab_size: int, max_seqs: int, max_num_draft_tokens: int, device: torch.device
+    ) -> None:
+        """max_seqs: sequences of the largest program."""
+        self.sampler = DraftSampler(vocab_size, max_seqs, device)
+        self._pass_counts = tuple(range(1, max_num_draft_tokens + 1))
+
+    def takes(self, task: Task) -> bool:
+        """Whether the session's rows follow from logits and filters alone, and are sent sparse."""
+        session = task.session
+        output_len = session.ledger.confirmed_len - session.shaper.prompt_len
+        if session.shaper.depends_on_ids(output_len):
+            return False
+        policy = session.opening.row_policy or session_pb2.ROW_POLICY_AUTO
+        sends_rows = not (session.is_coupled or session.shaper.is_greedy)
+        return not sends_rows or policy == session_pb2.ROW_POLICY_AUTO
+
+    def num_wanted(self, task: Task) -> int:
+        """Candidates still to draw."""
+        drafting: Drafting = task.role_state
+        return max(1, drafting.num_draft_tokens - len(drafting.tokens))
+
+    def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
+        """All candidates of the largest proposal: a round waits for all of them."""
+        return max(wanted)
+
+    def shape(self, segments: Sequence[Segment]) -> tuple[int, int, bool]:
+        """One row a sequence; filters where any session has them."""
+        filtered = any(segment.task.session.shaper.is_filtered() for segment in segments)
+        return 1, 0, filtered
+
+    def round_up(self, rows_per_seq: int, num_ids: int) -> tuple[int, int]:
+        """Nothing to round: one row a sequence, no received rows."""
+        return rows_per_seq, num_ids
+
+    def base_shapes(self, num_seqs: Sequence[int], contexts: Sequence[int]) -> list[StepShape]:
+        """Every chain length at every batch, from one or two tokens fed."""
+        return [
+            StepShape(count, MAX_CATCH_UP, 0, passes, 1, context, 0, filtered)
+            for count in num_seqs
+            for passes in self._pass_counts
+            for context in contexts
+            for filtered in (False, True)
+        ]
+
+    def clear(self, host: HostArrays) -> None:
+        """Make every sequence padding."""
+        clear_parameters(host)
+
+    def pack(self, task: Task, slot: int, host: HostArrays) -> None:
+        """Write a session's parameters; the round's base_len keys its noise."""
+        pack_parameters(task.session, task.base_len, slot, host)
+
+    def read(self, program: StepProgram) -> DrawnStep:
+        """The outputs of a step, once for all its sessions."""
+        outputs = program.buffers.outputs.host
+        return DrawnStep(
+            tokens=outputs["tokens"].T.tolist(),
+            reports=outputs["reports"].tolist(),
+            dropped_mass=outputs["dropped_mass"].T.tolist(),
+            ids=outputs["ids"],
+            weights=outputs["weights"],
+        )
+
+    def commit(
+        self, task: Task, slot: int, num_passes: int, step: DrawnStep
+    ) -> draft_pb2.Proposal | None:
+        """Take the candidates drawn; the proposal when all are. Raises NumericFault."""
+        drafting: Drafting = task.role_state
+        session, ledger = task.session, task.session.ledger
+        reports = [step.reports[index][slot] for index in range(num_passes)]
+        if any(status != Status.OK for _, _, status in reports):
+            raise NumericFault(f"a row after position {task.base_len} holds no law")
+        if num_passes > 1:
+            ledger.wrote(ledger.written_len + num_passes - 1)
+        tokens = step.tokens[slot][:num_passes]
+        drafting.tokens += tokens
+        task.fed += tokens
+        if not (session.is_coupled or session.shaper.is_greedy):
+            for index, (num_ids, is_truncated, _) in enumerate(reports):
+                drafting.frames.append(
+                    wire.sparse_frame(
+                        step.ids[index, slot, :num_ids],
+                        step.weights[index, slot, :num_ids],
+                        self.sampler.vocab_size,
+                        is_half=bool(is_truncated),
+                    )
+                )
+            drafting.dropped_mass += step.dropped_mass[slot][:num_passes]
+        if len(drafting.tokens) < drafting.num_draft_tokens:
+            return None
+        task.fed.pop()  # the last candidate is drawn and not fed
+        return draft_pb2.Proposal(
+            tokens=drafting.tokens,
+            distributions=drafting.frames,
+            dropped_mass=drafting.dropped_mass,
+        )

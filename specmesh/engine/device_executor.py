@@ -1,0 +1,276 @@
+"""Steps on a device that decides by itself: segments onto captured programs, outputs to outcomes.
+
+Owns how a scheduler's step is laid out in a program's buffers and which programs it takes: all
+short segments and one chunk of a prompt together, further chunks one by one. Must not know what is
+drawn; the role's device side does. Runs on the engine's worker thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specmesh.engine.device_side import DeviceSide
+from specmesh.engine.executor import MAX_SEQS, Device, StepOutcome
+from specmesh.engine.role import Finished, isolated
+from specmesh.engine.scheduler import Segment, Step, Task
+from specmesh.engine.step_programs import ProgramSet, StepProgram, StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Sizes that programs come in, ascending; a step takes the smallest that cover it."""
+
+    num_seqs: tuple[int, ...]
+    max_query_lens: tuple[int, ...]
+    long_rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def covering(
+        cls, *, max_seqs: int, max_query_len: int, max_long_rows: int, max_context_len: int
+    ) -> Buckets:
+        """Powers of two up to 64 sequences, every query length, long segments by factors of four,
+        contexts of 1024 (one chunk of attention: no partial sums) and of all that is allowed."""
+        return cls(
+            num_seqs=_powers(1, min(max_seqs, MAX_SEQS), 2),
+            max_query_lens=tuple(range(1, max_query_len + 1)),
+            long_rows=_powers(64, max_long_rows, 4),
+            contexts=_powers(1024, max_context_len, max(2, max_context_len)),
+        )
+
+
+logger = logging.getLogger(__name__)
+
+
+def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first * factor, ... and `last`, which ends the row."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Segments of one program: short ones, then at most one long."""
+
+    short: list[Segment]
+    long: Segment | None
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [*self.short, self.long] if self.long is not None else self.short
+
+
+class ProgramExecutor:
+    """Runs steps as programs. Same interface as `executor.StepExecutor`."""
+
+    def __init__(
+        self,
+        device: Device,
+        side: DeviceSide,
+        buckets: Buckets,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._device = device
+        self._side = side
+        self._buckets = buckets
+        self._clock_ns = clock_ns
+        self._page_size = device.pool.page_size
+        self._positions = np.arange(buckets.contexts[-1], dtype=np.int32)
+        most_seqs = buckets.num_seqs[-1] + 1
+        rows = most_seqs * side.round_up(buckets.max_query_lens[-1], 0)[0]
+        self.programs = ProgramSet(device.decoder, device.cache, side.sampler, rows)
+
+    def run(self, step: Step, meanwhile: Callable[[], object] = lambda: None) -> StepOutcome:
+        """Perform the copies and the passes; K/V is written and the ledgers say so.
+
+        Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
+        by the launch that failed and by those after it.
+        """
+        start_ns = self._clock_ns()
+        for source, copy in step.copies:
+            self._device.cache.copy_page(source, copy)
+        finished: list[Finished] = []
+        unfinished: list[Task] = []
+        slow_rows: list[torch.Tensor] = []
+        num_slow = num_tokens = 0
+        for launch in self._launches(step.segments):
+            segments = launch.segments
+            wanted = self._num_wanted(segments, step.num_holders)
+            program = self._program(launch, max(wanted))
+            num_tokens += self._pack(program, launch, wanted)
+            self.programs.run(program, meanwhile)
+            end_ns = self._clock_ns()
+            decided = self._side.read(program)
+            for index, (segment, count) in enumerate(zip(segments, wanted, strict=True)):
+                slot = index if segment is not launch.long else program.shape.num_seqs
+                task = segment.task
+                self._account(task, segment, len(step.segments), start_ns, end_ns)
+                if not segment.is_last:
+                    unfinished.append(task)
+                elif self._side.takes(task) and segment.num_rows:
+                    outcome = self._commit(task, slot, count, decided)
+                    finished.append(Finished(task, 0, 0, outcome))
+                else:
+                    first = slot * program.shape.rows_per_seq
+                    rows = program.logits[first : first + segment.num_rows]
+                    finished.append(Finished(task, num_slow, segment.num_rows))
+                    num_slow += segment.num_rows
+                    slow_rows.append(rows.float().cpu())
+        width = self._device.decoder.spec.num_embeddings
+        logits = torch.cat(slow_rows) if slow_rows else torch.empty(0, width)
+        return StepOutcome(logits, finished, unfinished, start_ns, self._clock_ns(), num_tokens)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
+        self._device.cache.clear_pages(pages)
+
+    def warm_up(self, lengths: Sequence[int]) -> None:
+        """Capture the programs that serving starts with. `lengths` are the reference path's."""
+        del lengths
+        buckets, side = self._buckets, self._side
+        shapes = side.base_shapes(buckets.num_seqs, buckets.contexts)
+        queries, ids = side.round_up(1, 0)
+        shapes += [
+            StepShape(num_seqs, queries, long_rows, 1, queries, context, ids)
+            for num_seqs in dict.fromkeys((buckets.num_seqs[0], buckets.num_seqs[-1]))
+            for long_rows in buckets.long_rows
+            for context in buckets.contexts
+        ]
+        self.programs.capture(shapes)
+        cost = self.programs.cost
+        logger.info(
+            "captured the steps",
+            extra={
+                "programs": cost.num_programs,
+                "seconds": round(cost.seconds, 1),
+                "buffer_bytes": cost.num_bytes,
+            },
+        )
+
+    def use_idle(self) -> bool:
+        """Capture one shape that ran uncaptured. False when none did."""
+        return self.programs.capture_next()
+
+    # ------------------------------------------------------------ layout
+
+    def _launches(self, segments: Sequence[Segment]) -> list[_Launch]:
+        most_queries, most_seqs = self._buckets.max_query_lens[-1], self._buckets.num_seqs[-1]
+        short = [s for s in segments if s.end - s.start <= most_queries]
+        long = [s for s in segments if s.end - s.start > most_queries]
+        launches = [
+            _Launch(short[first : first + most_seqs], None)
+            for first in range(0, len(short), most_seqs)
+        ]
+        if long and launches:
+            launches[0] = _Launch(launches[0].short, long.pop(0))
+        return launches + [_Launch([], segment) for segment in long]
+
+    def _num_wanted(self, segments: Sequence[Segment], num_holders: int) -> list[int]:
+        """Tokens to draw for each segment in one chain; 1 each unless all can go on."""
+        side = self._side
+        if not all(s.is_last and s.num_rows and side.takes(s.task) for s in segments):
+            return [1] * len(segments)
+        wanted = [side.num_wanted(segment.task) for segment in segments]
+        chain = side.chain_len(wanted, num_holders)
+        return [min(count, chain) for count in wanted]
+
+    def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
+        buckets, side, segments = self._buckets, self._side, launch.segments
+        rows_per_seq, num_ids, is_filtered = side.shape(segments)
+        rows_per_seq = max(rows_per_seq, *(segment.num_rows for segment in segments))
+        context = max(segment.end for segment in segments) + num_passes - 1
+        need = StepShape(
+            num_seqs=len(launch.short),
+            max_query_len=max((s.end - s.start for s in launch.short), default=1),
+            long_rows=0 if launch.long is None else launch.long.end - launch.long.start,
+            num_passes=num_passes,
+            rows_per_seq=rows_per_seq,
+            max_context_len=_bucket(context, buckets.contexts),
+            num_ids=num_ids,
+            is_filtered=is_filtered,
+        )
+        rows, ids = side.round_up(rows_per_seq, num_ids)
+        rounded = StepShape(
+            num_seqs=_bucket(max(1, need.num_seqs), buckets.num_seqs),
+            max_query_len=_bucket(need.max_query_len, buckets.max_query_lens),
+            long_rows=_bucket(need.long_rows, (0, *buckets.long_rows)),
+            num_passes=num_passes,
+            rows_per_seq=rows,
+            max_context_len=need.max_context_len,
+            num_ids=ids,
+            is_filtered=is_filtered,
+        )
+        return self.programs.find(need, rounded)
+
+    def _pack(self, program: StepProgram, launch: _Launch, wanted: Sequence[int]) -> int:
+        """Write the host's inputs; returns the number of token rows in use."""
+        shape, host = program.shape, program.buffers.inputs.host
+        program.reset()
+        self._side.clear(host)
+        row = 0
+        for slot, segment in enumerate(launch.short):
+            row = self._pack_segment(host, segment, slot, row, shape.rows_per_seq)
+            host["cu_seqlens"][slot + 1] = row
+            self._pack_task(host, segment, slot, wanted[slot])
+        host["cu_seqlens"][len(launch.short) + 1 :] = row
+        num_tokens = row
+        if launch.long is not None:
+            first = shape.num_seqs * shape.max_query_len
+            end = self._pack_segment(host, launch.long, shape.num_seqs, first, shape.rows_per_seq)
+            host["long_cu_seqlens"][1] = end - first
+            self._pack_task(host, launch.long, shape.num_seqs, wanted[-1])
+            num_tokens += end - first
+        return num_tokens
+
+    def _pack_segment(
+        self, host: dict[str, Any], segment: Segment, slot: int, row: int, rows_per_seq: int
+    ) -> int:
+        """Tokens, positions, slots and pages of a segment from `row` on; returns the row after."""
+        start, end, size = segment.start, segment.end, self._page_size
+        after = row + end - start
+        table = segment.task.session.block_table
+        host["token_ids"][row:after] = segment.task.tokens(start, end)
+        positions = self._positions[start:end]
+        host["positions"][row:after] = positions
+        pages = host["block_tables"][slot]
+        used = min(len(table), len(pages))
+        pages[:used] = table[:used]
+        host["slots"][row:after] = pages[positions // size] * size + positions % size
+        host["context_lens"][slot] = end
+        first = slot * rows_per_seq
+        count = segment.num_rows
+        host["logit_rows"][first : first + count] = range(after - count, after)
+        return after
+
+    def _pack_task(self, host: dict[str, Any], segment: Segment, slot: int, wanted: int) -> None:
+        task = segment.task
+        if segment.is_last and segment.num_rows and self._side.takes(task):
+            host["steps_left"][slot] = wanted
+            self._side.pack(task, slot, host)
+
+    def _account(
+        self, task: Task, segment: Segment, batch_size: int, start_ns: int, end_ns: int
+    ) -> None:
+        task.session.ledger.wrote(segment.end)
+        task.queue_ns += start_ns - task.ready_ns
+        task.forward_ns += end_ns - start_ns
+        task.batch_size = max(task.batch_size, batch_size)
+        task.num_steps += 1
+        task.ready_ns = end_ns
+
+    def _commit(self, task: Task, slot: int, count: int, decided: Any) -> tuple[Any]:
+        return (isolated(self._side.commit, task, slot, count, decided),)
+
+
+def _bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds size; the size itself beyond the largest."""
+    return next((bucket for bucket in buckets if bucket >= size), size)

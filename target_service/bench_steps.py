@@ -1,0 +1,100 @@
+"""`python -m target_service.bench_steps`: plain and verify steps of an 8B-shaped target."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.sampling import Rule
+from specmesh.bench import steps
+from specmesh.engine.step_programs import StepProgram, StepShape
+from target_service.device_verifier import DeviceVerifier
+
+BARS = {  # (batch, rows) -> milliseconds
+    (1, 1): 4.4, (8, 1): 4.7, (32, 1): 5.3, (64, 1): 6.2,
+    (1, 5): 4.5, (8, 5): 5.0, (32, 5): 6.3, (64, 5): 10.0,
+}  # fmt: skip
+NUM_IDS = 1024
+
+
+def _cases(model: str) -> list[steps.StepCase]:
+    return [
+        steps.StepCase(
+            f"step-{model}-b{batch}x{rows}",
+            model,
+            StepShape(batch, rows, 0, 1, rows, 1024, NUM_IDS if rows > 1 else 0),
+            bar_ms=bar if model == "8b" else None,
+        )
+        for (batch, rows), bar in BARS.items()
+    ]
+
+
+def _pack(program: StepProgram) -> None:
+    """Residual sessions at temperature 1, with sparse rows of 300 ids a candidate."""
+    shape, host = program.shape, program.buffers.inputs.host
+    bucket = shape.rows_per_seq - 1
+    rng = np.random.default_rng(1)
+    host["rules"][:] = int(Rule.RESIDUAL)
+    host["seeds"][:] = rng.integers(0, 1 << 62, shape.num_slots)
+    host["base_lens"][:] = host["context_lens"] - bucket
+    host["num_candidates"][:] = bucket
+    if bucket:
+        ids = np.sort(rng.choice(40000, (shape.num_slots, bucket, 300)), axis=-1)
+        host["draft_ids"].fill(-1)
+        host["draft_ids"][..., :300] = ids + np.arange(300)
+        host["draft_weights"][..., :300] = rng.random((shape.num_slots, bucket, 300)) + 0.01
+        host["candidates"][:] = host["draft_ids"][..., 0]
+
+
+def main(argv: list[str]) -> int:
+    """Measure; return the exit status."""
+    parser = argparse.ArgumentParser(prog="target_service.bench_steps", description=__doc__)
+    parser.add_argument("--model", choices=sorted(steps.CONFIGS), default="8b")
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--library", action="store_true", help="cuBLAS: no invariance")
+    parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
+    parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(argv)
+    device = torch.device("cuda")
+    decoder = steps.load(options.model, device, invariant=not options.library)
+    side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, device)
+    reports: list[dict[str, Any]] = []
+    for case in _cases(options.model):
+        if options.only in case.name:
+            reports.append(
+                steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
+            )
+            gc.collect()
+            torch.cuda.empty_cache()
+    del decoder, side
+    gc.collect()
+    torch.cuda.empty_cache()
+    if options.baseline:
+        by_shape = {
+            (case.shape.num_seqs, case.shape.max_query_len): report
+            for case, report in zip(
+                [c for c in _cases(options.model) if options.only in c.name], reports, strict=True
+            )
+        }
+        for key, measured in steps.transformers_steps(
+            options.model, list(by_shape), steps.CONTEXT, device
+        ):
+            by_shape[key]["baseline"] = {
+                "name": "transformers compiled layers + CUDA graph",
+                "value": measured.median, "p20": measured.p20, "p80": measured.p80,
+            }  # fmt: skip
+    command = shlex.join(["python", "-m", "target_service.bench_steps", *argv])
+    steps.write(reports, options.output, command)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""Verifying on the device: accept, residual and bonus of all sessions of a step in one program.
+
+Owns the target's part of a captured step: received rows in, verdicts out. Sparse rows are drawn
+again on the device before they are believed (DESIGN section 5); a session whose draft lied is
+decided as if nothing were proposed. What the device does not know (dense rows, bias, penalties,
+log probabilities, audits, decisions at the coordinator) is left to `verifier.py`. Must not know
+links or programs' layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.redraw import redraw
+from kernels.row_report import RowReport, row_report
+from kernels.sampling import DraftKind, DraftRows, Round, Status, accept, workspace
+from kernels.shaping import Filters, thresholds
+from protos.specmesh.v1 import target_pb2
+from specmesh import wire
+from specmesh.engine.device_side import (
+    HostArrays,
+    clear_parameters,
+    pack_parameters,
+    parameter_fields,
+)
+from specmesh.engine.scheduler import Segment, Task
+from specmesh.engine.sessions import Session
+from specmesh.engine.step_buffers import FLOAT32, Field
+from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
+from specmesh.errors import NumericFault
+from target_service.verifier import Verifying
+
+MAX_STOP_IDS = 16  # a session with more is decided by the role
+ID_BUCKETS = (256, wire.MAX_SPARSE_IDS)
+PASS_COUNTS = (1, 4, 8)  # chains of plain decoding; longer ones would keep others waiting
+MOST = 0.75  # of sessions
+UNUSED = -1  # num_candidates of a sequence that the device does not decide
+
+
+class TargetSampler:
+    """The decision on every sequence; see `step_programs.Sampler`."""
+
+    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._scratch = workspace(max_seqs, device)
+
+    def input_fields(self, shape: StepShape) -> Sequence[Field]:
+        """Parameters, candidates and the rows they came with."""
+        slots, bucket = shape.num_slots, shape.rows_per_seq - 1
+        return [
+            *parameter_fields(slots),
+            Field("num_candidates", (slots,)),
+            Field("stop_ids", (slots, MAX_STOP_IDS)),
+            Field("candidates", (slots, bucket)),
+            Field("draft_ids", (slots, bucket, shape.num_ids)),
+            Field("draft_weights", (slots, bucket, shape.num_ids), FLOAT32),
+        ]
+
+    def output_fields(self, shape: StepShape) -> Sequence[Field]:
+        """Per pass and sequence: tokens and counts, what was judged, and what is reported."""
+        passes, slots, rows = shape.num_passes, shape.num_slots, shape.rows_per_seq
+        bucket = rows - 1
+        return [
+            Field("tokens", (passes, slots, rows)),
+            Field("counts", (passes, slots, 3)),  # num_accepted, num_emitted, status
+            Field("judged", (slots, bucket, 3), FLOAT32),  # p(x), q(x), overlap
+            Field("mismatch", (slots,)),
+            Field("max_probs", (passes, slots, rows), FLOAT32),
+            Field("is_argmax", (passes, slots, rows)),
+            Field("faults", (passes, slots, rows)),
+        ]
+
+    def sample(
+        self, logits: Tensor, buffers: ProgramBuffers, shape: StepShape, pass_index: int
+    ) -> Tensor:
+        """See `step_programs.Sampler`. Passes after the first decode one token a sequence."""
+        inputs, outputs = buffers.inputs.device, buffers.outputs.device
+        rows = shape.rows_per_seq if pass_index == 0 else 1
+        num_candidates = inputs["num_candidates"]
+        candidates = inputs["candidates"][:, : rows - 1]
+        draft = None
+        if rows > 1 and shape.num_ids:
+            draft = DraftRows(DraftKind.SPARSE, inputs["draft_weights"], inputs["draft_ids"])
+            mismatch, num_candidates = redraw(
+                inputs["draft_ids"], inputs["draft_weights"], candidates, num_candidates,
+                inputs["seeds"], inputs["base_lens"], inputs["rules"], self.vocab_size,
+                self._scratch,
+            )  # fmt: skip
+            outputs["mismatch"].copy_(mismatch)
+        limits = None
+        if shape.is_filtered:
+            filters = Filters(
+                inputs["temperatures"], inputs["top_ks"], inputs["top_ps"], inputs["min_ps"]
+            )
+            limits = thresholds(logits, filters, rows, self.vocab_size, num_rows=num_candidates + 1)
+        round_ = Round(
+            candidates=candidates,
+            num_candidates=num_candidates,
+            seeds=inputs["seeds"],
+            # A later pass has no candidates: its base is all that was fed.
+            base_lens=inputs["base_lens"] if pass_index == 0 else inputs["context_lens"],
+            rules=inputs["rules"],
+            temperatures=inputs["temperatures"],
+            stop_ids=inputs["stop_ids"],
+            thresholds=limits,
+        )
+        outcome = accept(logits, round_, draft, self.vocab_size, self._scratch)
+        figures = RowReport(
+            max_probs=outputs["max_probs"][pass_index, :, :rows],
+            is_argmax=outputs["is_argmax"][pass_index, :, :rows],
+            faults=outputs["faults"][pass_index, :, :rows],
+            judged=outputs["judged"][:, : rows - 1],
+        )
+        row_report(logits, round_, draft, outcome, self.vocab_size, figures)
+        tokens = outputs["tokens"][pass_index, :, :rows]
+        tokens.copy_(outcome.tokens)
+        outputs["counts"][pass_index].copy_(outcome.counts)
+        return tokens[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedStep:
+    """What a step decided, as nested lists; see `TargetSampler.output_fields` for the shapes."""
+
+    tokens: list[list[list[int]]]
+    counts: list[list[list[int]]]
+    judged: list[list[list[float]]]
+    mismatches: list[int]
+    max_probs: list[list[list[float]]]
+    is_argmax: list[list[list[int]]]
+    faults: npt.NDArray[np.int32]
+
+
+class DeviceVerifier:
+    """The target's device side; see `specmesh.engine.device_side.DeviceSide`."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_seqs: int,
+        max_num_draft_tokens: int,
+        device: torch.device,
+        on_mismatch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """max_seqs: sequences of the largest program. on_mismatch: counts refuted proposals."""
+        self._on_mismatch = on_mismatch
+        self.sampler = TargetSampler(vocab_size, max_seqs, device)
+        self._max_num_draft_tokens = max_num_draft_tokens
+
+    def takes(self, task: Task) -> bool:
+        """Whether verdict and report follow from logits, filters and sparse rows alone."""
+        verifying: Verifying = task.role_state
+        return verifying.on_device
+
+    def can_decide(self, session: Session, verifying: Verifying, base_len: int) -> bool:
+        """The same, worked out when a command is checked."""
+        if verifying.at_coordinator or verifying.audit:
+            return False
+        if session.opening.sampling.HasField("num_logprobs"):
+            return False
+        shaper = session.shaper
+        output_len = base_len - shaper.prompt_len
+        if len(shaper.stop_ids) > MAX_STOP_IDS or shaper.depends_on_ids(output_len):
+            return False
+        return all(
+            row.ids is not None and len(row.ids) <= ID_BUCKETS[-1]
+            for row in verifying.candidates.rows
+        )
+
+    def num_wanted(self, task: Task) -> int:
+        """Tokens of plain decoding still to come; one pass for a round with candidates."""
+        verifying: Verifying = task.role_state
+        return max(1, verifying.num_steps - len(verifying.verdict.tokens))
+
+    def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
+        """The longest chain that most of the step's sessions can use to its end.
+
+        One pass where many sessions are between commands: they would wait for the whole chain, and
+        the batch would fall into parts that each read all weights.
+        """
+        if MOST * num_holders > len(wanted):
+            return 1
+        served = sorted(wanted, reverse=True)[math.ceil(MOST * len(wanted)) - 1]
+        return max(count for count in PASS_COUNTS if count <= served)
+
+    def shape(self, segments: Sequence[Segment]) -> tuple[int, int, bool]:
+        """Rows for the most candidates, ids for the widest received row, filters where any."""
+        rows, ids, filtered = 1, 0, False
+        for segment in segments:
+            candidates = segment.task.role_state.candidates
+            rows = max(rows, segment.num_rows)
+            if candidates.rows and self.takes(segment.task):
+                ids = max(ids, *(len(row.ids) for row in candidates.rows))
+            filtered = filtered or segment.task.session.shaper.is_filtered()
+        return rows, ids, filtered
+
+    def round_up(self, rows_per_seq: int, num_ids: int) -> tuple[int, int]:
+        """Every number of rows has its own program; ids come in two sizes."""
+        return rows_per_seq, next((size for size in (0, *ID_BUCKETS) if size >= num_ids), num_ids)
+
+    def base_shapes(self, num_seqs: Sequence[int], contexts: Sequence[int]) -> list[StepShape]:
+        """Plain decoding in every chain, and rounds of every k."""
+        all_rows = range(2, self._max_num_draft_tokens + 2)
+        cells = [(count, context) for count in num_seqs for context in contexts]
+        return [
+            StepShape(count, 1, 0, passes, 1, context, 0, filtered)
+            for count, context in cells
+            for passes in PASS_COUNTS
+            for filtered in (False, True)
+        ] + [
+            StepShape(count, rows, 0, 1, rows, context, ID_BUCKETS[-1], filtered)
+            for count, context in cells
+            for rows in all_rows
+            for filtered in (False, True)
+        ]
+
+    def clear(self, host: HostArrays) -> None:
+        """Make every sequence padding."""
+        clear_parameters(host)
+        host["num_candidates"].fill(UNUSED)
+        host["stop_ids"].fill(-1)
+
+    def pack(self, task: Task, slot: int, host: HostArrays) -> None:
+        """Write a session's parameters, candidates and rows."""
+        session, candidates = task.session, task.role_state.candidates
+        pack_parameters(session, session.ledger.confirmed_len, slot, host)
+        count = len(candidates.tokens)
+        host["num_candidates"][slot] = count
+        stop_ids = sorted(session.shaper.stop_ids)
+        host["stop_ids"][slot, : len(stop_ids)] = stop_ids
+        host["candidates"][slot, :count] = candidates.tokens
+        for index, row in enumerate(candidates.rows):
+            num_ids = len(row.ids)
+            ids, weights = host["draft_ids"][slot, index], host["draft_weights"][slot, index]
+            ids[:num_ids], weights[:num_ids] = row.ids, row.weights
+            ids[num_ids:] = -1
+
+    def read(self, program: StepProgram) -> DecidedStep:
+        """The outputs of a step as Python values, once for all its sessions."""
+        outputs = program.buffers.outputs.host
+        return DecidedStep(
+            tokens=outputs["tokens"].tolist(),
+            counts=outputs["counts"].tolist(),
+            judged=outputs["judged"].tolist(),
+            mismatches=outputs["mismatch"].tolist(),
+            max_probs=outputs["max_probs"].tolist(),
+            is_argmax=outputs["is_argmax"].tolist(),
+            faults=outputs["faults"],
+        )
+
+    def commit(
+        self, task: Task, slot: int, num_passes: int, step: DecidedStep
+    ) -> target_pb2.Verdict | None:
+        """The verdict, or None while plain decoding goes on. Raises NumericFault."""
+        verifying: Verifying = task.role_state
+        ledger, stop_ids = task.session.ledger, task.session.shaper.stop_ids
+        verdict, candidates = verifying.verdict, verifying.candidates
+        num_believed = len(candidates.tokens)
+        if candidates.rows and step.mismatches[slot] >= 0:
+            verdict.redraw_mismatch = step.mismatches[slot]
+            self._on_mismatch()
+            num_believed = 0
+        emitted: list[int] = []
+        for index in range(num_passes):
+            num_accepted, num_emitted, status = step.counts[index][slot]
+            if status != Status.OK:
+                raise NumericFault(
+                    f"a row after position {ledger.confirmed_len + len(emitted)} holds no law"
+                )
+            emitted += step.tokens[index][slot][:num_emitted]
+            for row in range(num_emitted):
+                verdict.emitted.add(
+                    is_argmax=bool(step.is_argmax[index][slot][row]),
+                    max_prob=step.max_probs[index][slot][row],
+                )
+            if emitted[-1] in stop_ids:
+                break
+        verdict.num_accepted = num_accepted
+        verdict.closing = _closing(num_accepted, num_emitted, num_believed)
+        for row in range(min(num_emitted, num_believed)):
+            target_prob, draft_prob, overlap = step.judged[slot][row]
+            judged = verdict.judged.add(target_prob=target_prob)
+            if candidates.rows:  # without a row of the draft, p(x) alone
+                judged.draft_prob, judged.overlap = draft_prob, overlap
+        unjudged = slice(num_emitted, len(candidates.tokens) + 1)
+        task.is_tainted |= bool(step.faults[index, slot, unjudged].any())
+        ledger.settle(num_accepted)
+        ledger.extend(emitted)
+        if num_passes > 1:
+            ledger.wrote(ledger.confirmed_len - 1)  # all but the last were fed in this chain
+        verdict.tokens.extend(emitted)
+        task.fed.clear()
+        task.num_rows = 1
+        done = (
+            len(verdict.tokens) >= verifying.num_steps
+            or bool(candidates.tokens)
+            or emitted[-1] in stop_ids
+        )
+        return verdict if done else None
+
+
+def _closing(num_accepted: int, num_emitted: int, num_believed: int) -> target_pb2.Closing:
+    if num_emitted == num_accepted:
+        return target_pb2.CLOSING_STOPPED
+    if num_accepted < num_believed:
+        return target_pb2.CLOSING_RECOVERED
+    return target_pb2.CLOSING_BONUS
