@@ -97,6 +97,18 @@ def _taped(tape: Tape) -> Iterator[None]:
         options = tuple((t, m / total) for t, m in zip(names, masses, strict=True) if m)
         return int(tape.ask((seed, position, base_len, int(purpose)), options))
 
+    def races(
+        rows: Sequence[tuple[Tensor, Tensor]],
+        seed: int,
+        positions: Sequence[int],
+        base_len: int,
+        purpose: int,
+    ) -> list[int]:
+        return [
+            race(weights, seed, position, base_len, purpose, ids)
+            for (weights, ids), position in zip(rows, positions, strict=True)
+        ]
+
     def coin(seed: int, position: int, base_len: int) -> _Uniform:
         return _Uniform(tape, (seed, position, base_len, "coin"))
 
@@ -106,6 +118,7 @@ def _taped(tape: Tape) -> Iterator[None]:
     with ExitStack() as stack:
         for place, stand_in in (
             ("kernels.reference.race", race),
+            ("kernels.reference.races", races),
             ("kernels.reference.coin", coin),
             ("kernels.reference.shape", shape),
             ("tests.sim.model.logits_of", weights_of),
