@@ -111,6 +111,8 @@ class _Stream:
 
     def _next_batch(self) -> list[Any]:
         batch = [self._queue.popleft()]
+        if not self._queue:  # weighing a message costs as much as writing it
+            return batch
         num_bytes = batch[0].ByteSize()
         while self._queue:
             num_bytes += self._queue[0].ByteSize()

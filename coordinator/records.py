@@ -28,17 +28,32 @@ from specmesh.telemetry import PREFILL, ROUND, Telemetry
 
 # Spans carry Unix time, durations come from the monotonic clock.
 _UNIX_OFFSET_NS = time.time_ns() - time.perf_counter_ns()
+MAX_UNANSWERED = 4  # commands kept between rounds: a late draft's; a Verify may hold 100 kB of rows
 
 
 @dataclass(frozen=True, slots=True)
 class SideTiming:
-    """One command's way there and back. Times of the monotonic clock."""
+    """One command's way there and back. Times of the monotonic clock.
 
+    command: None for a result that nothing was sent for. Messages are weighed when they are asked
+    for, which is after the next round's commands are out.
+    """
+
+    command: Any
     result: Any
     sent_ns: int
     received_ns: int
-    sent_bytes: int
-    received_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of the command on the wire."""
+        return self.command.ByteSize() if self.command is not None else 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Size of the result on the wire."""
+        size: int = self.result.ByteSize()
+        return size
 
     @property
     def total_us(self) -> int:
@@ -70,7 +85,7 @@ class RoundClock:
     def __init__(self) -> None:
         self._step_ns = time.perf_counter_ns()
         self._start_ns: int | None = None
-        self._sent: dict[tuple[Side, int, int], tuple[int, int]] = {}
+        self._sent: dict[tuple[Side, int, int], tuple[int, Any]] = {}
 
     def stepped(self) -> None:
         """A step begins: what it sends belongs to a round that began now."""
@@ -81,21 +96,21 @@ class RoundClock:
         if self._start_ns is None:
             self._start_ns = self._step_ns
         key = (side, message.epoch, message.round)
-        self._sent[key] = (time.perf_counter_ns(), message.ByteSize())
+        self._sent[key] = (time.perf_counter_ns(), message)
 
     def received(self, side: Side, result: Any) -> SideTiming:
         """A result came in."""
         now = time.perf_counter_ns()
         key = (side, result.epoch, result.round)
-        sent_ns, sent_bytes = self._sent.get(key, (now, 0))
-        return SideTiming(result, sent_ns, now, sent_bytes, result.ByteSize())
+        sent_ns, command = self._sent.get(key, (now, None))
+        return SideTiming(command, result, sent_ns, now)
 
     def end_round(self, done: RoundDone, now_ns: int) -> RoundTiming:
         """The round is committed; the next one begins with the next command."""
         start_ns = self._start_ns if self._start_ns is not None else now_ns
         self._start_ns = None
         # What is still out belongs to a late draft; older readings are never asked for again.
-        while len(self._sent) > 16:
+        while len(self._sent) > MAX_UNANSWERED:
             del self._sent[next(iter(self._sent))]
         return RoundTiming(start_ns, now_ns)
 

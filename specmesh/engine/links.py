@@ -102,12 +102,12 @@ class ServiceLink:
         """The stream is over: drop whatever is posted from now on."""
         self._is_open = False
 
-    async def frames(self) -> AsyncIterator[Any]:
-        """Frames to send, until the end. Raises what the link failed with."""
-        while (frame := await self._frames.get()) is not None:
-            yield frame
-        if self._failure is not None:
+    async def next_frame(self) -> Any:
+        """The next frame to send; None at the end. Raises what the link failed with."""
+        frame = await self._frames.get()
+        if frame is None and self._failure is not None:
             raise self._failure
+        return frame
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
         """Hand every frame to the engine; at the peer's end, let the answers go out first."""
@@ -140,7 +140,7 @@ class LinkServer:
         reader = asyncio.create_task(link.read(requests))
         reader.add_done_callback(lambda task: _log_reader(task, link))
         try:
-            async for frame in link.frames():
+            while (frame := await link.next_frame()) is not None:
                 yield frame
         finally:
             reader.cancel()
@@ -174,6 +174,9 @@ def _log_reader(task: asyncio.Task[None], link: ServiceLink) -> None:
 
 def split_by_bytes(results: Sequence[Any], max_bytes: int) -> Iterator[list[Any]]:
     """Cut results into runs of at most max_bytes serialised bytes, or of one result."""
+    if len(results) == 1:  # weighing a message costs as much as writing it
+        yield list(results)
+        return
     batch: list[Any] = []
     batch_bytes = 0
     for result in results:
