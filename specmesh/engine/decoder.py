@@ -20,8 +20,8 @@ from specmesh.engine.attention import PoolShape, Workspace, lay_out
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.layer_ops import LayerOps, Linear, layer_ops
-from specmesh.engine.step_attention import GatheredAttention, HeadNorms, StepAttention
 from specmesh.engine.restricted_head import HEAD_IDS, check_head_ids, restricted_head
+from specmesh.engine.step_attention import GatheredAttention, HeadNorms, StepAttention
 from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fingerprint
 from specmesh.errors import ConfigError
 from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
+from specmesh.distill import trainer
+from specmesh.distill.run import distill
+from specmesh.engine.decoder import StepBatch, load_decoder
 from specmesh.engine.model_pair import check_pair
-from tests.unit.distill_pair import run, settings, tiny_target
+from specmesh.errors import ConfigError
+from tests.exact.grpc_sessions import Generation, serve
+from tests.unit.distill_pair import prompt_file, run, settings, tiny_target
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +68,6 @@ def test_a_resumed_run_gives_the_same_bits(target: Path, tmp_path: Path, optimiz
         if record.get("step") == 3:
             raise Stop
 
-    from specmesh.distill.run import distill
-
     with pytest.raises(Stop):
         distill(stopped, stop_at_three)
     _, records = run(settings(target, parts, optimizer=optimizer, resume=True))
@@ -66,3 +76,91 @@ def test_a_resumed_run_gives_the_same_bits(target: Path, tmp_path: Path, optimiz
     one, other = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_restricted_head_is_served(target: Path, tmp_path: Path) -> None:
+    """--draft-vocab: the engine's logits are the student's on the kept ids and -inf elsewhere, and
+    rounds with such a draft run through the services."""
+    out = tmp_path / "out"
+    run(settings(target, out, draft_vocab=40, max_steps=2))
+    ids = load_file(out / "model.safetensors")["draft_vocab.ids"]
+    assert ids.shape == (40,)
+    assert 257 in ids  # whatever else is dropped, the end of an answer is not
+    decoder = load_decoder(out)
+    spec = decoder.spec
+    batch = StepBatch.pack([[256, 5, 6]], [0], [[0]], range(3), page_size=16)
+    logits = decoder.forward(batch, decoder.new_cache(1, 16))
+    others = torch.ones(spec.vocab_size, dtype=torch.bool)
+    others[ids] = False
+    assert bool((logits[:, others] == float("-inf")).all())
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        plain = model(torch.tensor([[256, 5, 6]])).logits[0]
+    torch.testing.assert_close(logits[:, ids], plain[:, ids], rtol=1e-4, atol=1e-4)
+    generations = [
+        Generation(str(i), [256, 5, 6], 12, lambda _round: 3, seed=i, vocab_size=spec.vocab_size)
+        for i in range(4)
+    ]
+    asyncio.run(serve(load_decoder(target), decoder, [generations]))
+    assert all(len(each.output) == 12 for each in generations)
+    assert sum(each.num_accepted for each in generations) > 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN is an error that names the flag; the last good checkpoint stays and resumes."""
+    out = tmp_path / "out"
+    given = settings(target, out, max_steps=9)
+    whole = trainer.distillation_loss
+
+    def poisoned(*arguments: Any) -> Any:
+        loss, kl, overlap = whole(*arguments)
+        return loss * float("nan"), kl * float("nan"), overlap
+
+    def poison_after_three(record: dict[str, Any]) -> None:
+        if record.get("step") == 3:
+            monkeypatch.setattr(trainer, "distillation_loss", poisoned)
+
+    with pytest.raises(ConfigError, match=r"learning_rate: the loss is not finite at step 6"):
+        distill(given, poison_after_three)
+    monkeypatch.undo()
+    _, records = run(settings(target, out, max_steps=9, resume=True))
+    steps = [record["step"] for record in records if record["event"] == "evaluated"]
+    assert steps == [6, 9]
+    lines = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "scores" in line] == [0, 3, 6, 9]
+
+
+def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
+    """Recipe, data and the measurement's own tables; every number comes from the run."""
+    out = tmp_path / "out"
+    result, _ = run(settings(target, out, max_steps=4, draft_vocab=50, seed=3))
+    text = (out / "README.md").read_text()
+    assert "Initialised from target layers 0; Muon" in text
+    assert f"{result.place.step} steps of 4 rows x 96 tokens" in text
+    assert "50 most frequent" in text
+    assert "Seed 3" in text
+    assert (out / "acceptance.md").read_text().rstrip() in text
+
+
+def test_two_processes_train_one_model(target: Path, tmp_path: Path) -> None:
+    """Under torchrun every process samples its own rows and all end with the same weights."""
+    out, held_out = tmp_path / "out", prompt_file(tmp_path)
+    flags = {
+        "target": target, "out": out, "layers": 1, "max-steps": 3, "held-out": held_out,
+        "batch-rows": 4, "micro-rows": 1, "length": 96, "sample-rows": 4, "pool-rows": 4,
+        "report-steps": 3, "eval-rows": 2, "device": "cpu",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+               "--standalone", "-m", "specmesh.distill"]  # fmt: skip
+    for name, value in flags.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    last = json.loads((out / "curve.jsonl").read_text().splitlines()[-1])
+    assert last["tokens_sampled"] == 2 * 4 * 96 * (last["pool"] + 1)
+    assert last["tokens_trained"] == 3 * 4 * 96
+    assert done.stderr.count("draft written") == 1
