@@ -216,7 +216,8 @@ def _launch_accept(
         EARLY=close.early, num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
     num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
-    num_groups = triton.cdiv(num_tiles, close.per_program)
+    per_program = close.tiles_a_program(batch * num_tiles)
+    num_groups = triton.cdiv(num_tiles, per_program)
     _close_kernel[(batch * num_groups,)](
         *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
         leaves_done, arrivals, best_rates, *outputs, *strides,
@@ -225,7 +226,7 @@ def _launch_accept(
         BUCKET=bucket, BUCKET_PAD=max(2, triton.next_power_of_2(bucket + 1)),
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
-        ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=close.per_program,
+        ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=per_program,
         num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
     return (*outputs, *partials[:2])

@@ -17,8 +17,9 @@ from kernels.configs import architecture
 class Launch:
     """num_warps, and for the closing draw: rows runs of ids a tile, per_program tiles in turn.
 
-    max_registers: a cap a thread, so that more warps fit; None leaves it to the compiler.
-    early: the closing draw starts while rows are still being judged (sm_90 and later).
+    min_programs: programs take fewer tiles each rather than be fewer than this and leave
+    multiprocessors idle. max_registers: a cap a thread, so that more warps fit; None leaves it to
+    the compiler. early: the closing draw starts while rows are still being judged (from sm_90 on).
 
     Few warps a program: one needs no barrier, and a reduction is a few shuffles.
     """
@@ -26,6 +27,7 @@ class Launch:
     num_warps: int
     rows: int = 4
     per_program: int = 1
+    min_programs: int = 0
     max_registers: int | None = None
     early: bool = False
 
@@ -33,6 +35,16 @@ class Launch:
     def run(self) -> int:
         """Ids raced side by side: four a thread, so that each uses its own random words."""
         return 128 * self.num_warps
+
+    def tiles_a_program(self, num_tiles: int) -> int:
+        """Tiles that one program of the closing draw takes in turn, of num_tiles in the batch.
+
+        A power of two up to per_program, where it varies: each value is a kernel to compile.
+        """
+        if not self.min_programs:
+            return self.per_program
+        share = max(1, num_tiles // self.min_programs)
+        return min(self.per_program, 1 << (share.bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,10 @@ class Search:
 
 _JUDGE = {"sm_90": Launch(1, max_registers=96), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
-_CLOSE = {"sm_90": Launch(1, rows=4, per_program=8, early=True), "cpu": Launch(16, rows=4)}
+_CLOSE = {
+    "sm_90": Launch(1, rows=4, per_program=8, min_programs=512, early=True),
+    "cpu": Launch(16, rows=4),
+}
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
 _SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kernels import bench, bench_layers, bench_sampling
+from kernels import bench, bench_draft_rows, bench_layers, bench_sampling
 from kernels.configs import layers, sampling
 from kernels.configs.layers import LinearTiles, RopeLaunch
 from kernels.configs.sampling import Launch, Search
@@ -49,12 +49,16 @@ def _search(search: Search) -> Callable[[], None]:
     return lambda: sampling._SEARCH.__setitem__(ARCHITECTURE, search)
 
 
-def _linear(swiglu: bool, tiles: LinearTiles) -> Callable[[], None]:
-    return lambda: layers._LINEAR.__setitem__((ARCHITECTURE, swiglu), [(1 << 62, tiles)])
+def _linear(kind: str, tiles: LinearTiles) -> Callable[[], None]:
+    return lambda: layers._LINEAR.__setitem__((ARCHITECTURE, kind), [(1 << 62, tiles)])
 
 
 def _rope(launch: RopeLaunch) -> Callable[[], None]:
     return lambda: layers._ROPE.__setitem__(ARCHITECTURE, launch)
+
+
+def _draft(launch: Launch) -> Callable[[], None]:
+    return lambda: sampling._DRAFT.__setitem__(ARCHITECTURE, launch)
 
 
 def _norm(values_per_thread: int) -> Callable[[], None]:
@@ -71,6 +75,14 @@ def trials() -> list[Trial]:
         launch = Launch(warps, rows, per_program, early=True)
         found.append(Trial("S64", f"close {launch}", _close(launch)))
         found.append(Trial("S64-sparse", f"close {launch}", _close(launch)))
+    for warps in (1, 2, 4):
+        found.append(Trial("accept1-sparse", f"judge {warps} warps", _judge(Launch(warps))))
+    for programs in (0, 128, 256, 512):
+        launch = Launch(1, rows=4, per_program=8, min_programs=programs, early=True)
+        found.append(Trial("accept1-sparse", f"close {launch}", _close(launch)))
+    for warps in (4, 8, 16):
+        for case in ("draft1", "draft1-128k", "draft64-128k", "redraw1", "round1"):
+            found.append(Trial(case, f"draft {warps} warps", _draft(Launch(warps))))
     for search in (
         Search(16, 1024, 4),
         Search(32, 1024, 4),
@@ -79,23 +91,25 @@ def trials() -> list[Trial]:
     ):
         found.append(Trial("S64-f", f"{search}", _search(search)))
         found.append(Trial("nucleus320", f"{search}", _search(search)))
-    small = (
-        LinearTiles(64, 64, 4, 4), LinearTiles(64, 64, 4, 4, descriptors=True),
-        LinearTiles(64, 128, 8, 4), LinearTiles(64, 64, 4, 3), LinearTiles(64, 32, 4, 6),
+    few = (
+        LinearTiles(16, 64, 4, 4, block_k=128, turned=True, descriptors=True),
+        LinearTiles(64, 64, 4, 4, block_k=128, turned=True, descriptors=True),
+        LinearTiles(16, 128, 4, 6, turned=True, descriptors=True), LinearTiles(64, 64, 4, 4),
     )  # fmt: skip
     for case in ("G1", "G64"):
-        found += [Trial(case, f"{tiles}", _linear(True, tiles)) for tiles in small]
-    large = (
-        LinearTiles(64, 128, 8, 4, descriptors=True), LinearTiles(128, 128, 8, 3, descriptors=True),
-        LinearTiles(128, 128, 8, 4, descriptors=True), LinearTiles(256, 64, 8, 3, descriptors=True),
+        found += [Trial(case, f"{tiles}", _linear("swiglu", tiles)) for tiles in few]
+    many = (
+        LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True),
+        LinearTiles(128, 64, 4, 6, more_m=32, turned=True, descriptors=True),
+        LinearTiles(128, 128, 8, 4, more_m=32, turned=True, descriptors=True),
+        LinearTiles(256, 64, 8, 4, more_m=64, turned=True, descriptors=True),
     )  # fmt: skip
-    found += [Trial("G320-inv", f"{tiles}", _linear(True, tiles)) for tiles in large]
-    down = (
-        LinearTiles(64, 128, 4, 4, split=True, descriptors=True),
-        LinearTiles(64, 128, 4, 4, split=True), LinearTiles(64, 64, 4, 5, split=True),
-        LinearTiles(64, 128, 8, 4, split=True), LinearTiles(64, 256, 8, 3, split=True),
-    )  # fmt: skip
-    found += [Trial("down5-inv", f"{tiles}", _linear(False, tiles)) for tiles in down]
+    found += [Trial("G320-inv", f"{tiles}", _linear("swiglu", tiles)) for tiles in many]
+    down = [
+        LinearTiles(16, 64, 4, stages, block_k=step, turned=True, descriptors=True, split=split)
+        for stages, step, split in ((4, 128, True), (8, 64, True), (3, 256, True), (4, 256, False))
+    ]
+    found += [Trial("down5-inv", f"{tiles}", _linear("narrow", tiles)) for tiles in down]
     found += [Trial("N32k", f"{n} values a thread", _norm(n)) for n in (8, 16, 32)]
     for turn in (RopeLaunch(16, 4), RopeLaunch(8, 2), RopeLaunch(16, 2)):
         found.append(Trial("R32k", f"{turn}", _rope(turn)))
@@ -103,7 +117,8 @@ def trials() -> list[Trial]:
 
 
 def _cases() -> dict[str, bench.Case]:
-    return {case.name: case for case in [*bench_sampling.CASES, *bench_layers.CASES]}
+    cases = [*bench_sampling.CASES, *bench_draft_rows.CASES, *bench_layers.CASES]
+    return {case.name: case for case in cases}
 
 
 def _tables() -> list[dict[Any, Any]]:
