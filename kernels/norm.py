@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.configs.layers import norm_warps
+from kernels.configs.layers import launches_early, norm_warps
+from kernels.early_launch import begin
 
 MAX_WIDTH = 32768
 
@@ -31,19 +32,21 @@ def normalize(x, width, eps, AXIS: tl.constexpr):
 def _rmsnorm_kernel(
     x, residual, weight, out, stream,
     stride_x, stride_residual, stride_out, stride_stream, width, eps, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < width
     kind = x.dtype.element_ty
+    begin(EARLY)
+    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride_x + columns, inside, other=0.0).to(tl.float32)
     if residual is not None:
         other = tl.load(residual + row * stride_residual + columns, inside, other=0.0)
         rounded = (value + other.to(tl.float32)).to(kind)
         tl.store(stream + row * stride_stream + columns, rounded, inside)
         value = rounded.to(tl.float32)
-    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     normal = normalize(value, width, eps, 1).to(kind).to(tl.float32)
     tl.store(out + row * stride_out + columns, (normal * scale).to(kind), inside)
 
@@ -64,10 +67,12 @@ def _launch_rmsnorm(
     width = x.shape[-1]
     if rows.shape[0] == 0:
         return out, stream
+    early = launches_early(x.device)
     _rmsnorm_kernel[(rows.shape[0],)](
         rows, added, weight, out, stream,
         rows.stride(0), 0 if added is None else added.stride(0), width, width, width, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=norm_warps(width, x.device),
+        BLOCK=triton.next_power_of_2(width), EARLY=early, num_warps=norm_warps(width, x.device),
+        launch_pdl=early,
     )  # fmt: skip
     return out, stream
 

@@ -23,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_scores import tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
+from kernels.configs.layers import launches_early
+from kernels.early_launch import begin as begin_step
 from kernels.reference_attention import (
     CHUNK_SIZE,
     DEFAULT_OPTIONS,
@@ -54,7 +56,85 @@ def _load_state(m_at, l_at, u_at, rows, seen, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _paged_kernel(  # noqa: C901 - options are compile-time branches
+def _span_state(  # noqa: C901 - options are compile-time branches
+    q_tile, k_pool, v_pool, k_pages, v_pages, block_tables, kv_head,
+    span, begin, end, whole_begin, whole_end, position, context_len,
+    scale, softcap, window, stride_kp, stride_kt, stride_vp, stride_vt,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
+    LEAF: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """State of the keys of [span, span + CHUNK) inside [begin, end): leaves folded ascending."""
+    dims = tl.arange(0, BLOCK_D)
+    tokens = tl.arange(0, TILE)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    factor = scale * 1.4426950408889634 if FOLDED else 1.4426950408889634  # log2 e
+    chunk_m = tl.full([ROWS], float("-inf"), tl.float32)
+    chunk_l = tl.zeros([ROWS], tl.float32)
+    chunk_u = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    # Three runs of tiles: cut by the window, whole, cut by causality or the context's end.
+    for run in tl.static_range(0 if WINDOW else 1, 3):
+        if run == 0:
+            run_begin, run_end = begin, tl.minimum(whole_begin, end)
+        elif run == 1:
+            run_begin, run_end = whole_begin, whole_end
+        else:
+            run_begin, run_end = whole_end, end
+        run_begin = tl.maximum(run_begin, span)
+        run_end = tl.minimum(run_end, span + CHUNK)
+        page = 0
+        if PAGE % TILE == 0 and run_begin < run_end:
+            page = tl.load(block_tables + run_begin // PAGE)
+        for first in tl.range(run_begin, run_end, TILE, num_stages=None if run == 1 else 1):
+            if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other not
+                if first % LEAF == 0:
+                    chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
+                    m = tl.full([ROWS], float("-inf"), tl.float32)
+                    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+            keys = first + tokens
+            if PAGE % TILE == 0:  # one page holds the tile; its number loads a tile ahead
+                this_page = page
+                page = tl.load(block_tables + tl.minimum(first + TILE, end - 1) // PAGE)
+            if DESCRIPTORS:
+                at = [this_page, kv_head, first % PAGE, 0]
+                k_tile = k_pages.load(at).reshape(TILE, BLOCK_D)
+                v_tile = v_pages.load(at).reshape(TILE, BLOCK_D)
+            else:
+                if PAGE % TILE == 0:
+                    token = tl.full([TILE], 0, tl.int64) + this_page
+                else:
+                    token = tl.load(block_tables + keys // PAGE, keys < context_len, 0)
+                    token = token.to(tl.int64)
+                inside = (keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :]
+                k_at = token * stride_kp + (keys % PAGE) * stride_kt
+                k_tile = tl.load(k_pool + k_at[:, None] + dims[None, :], inside, 0.0)
+                v_at = token * stride_vp + (keys % PAGE) * stride_vt
+                v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], inside, 0.0)
+            s = dot(q_tile, k_tile.T, tl.zeros([ROWS, TILE], tl.float32), ORDERED)
+            if not FOLDED:
+                s = s * scale
+                if SOFTCAP:
+                    s = softcap * tanh(s / softcap)
+            if run != 1:
+                visible = keys[None, :] <= position[:, None]
+                if WINDOW:
+                    visible &= keys[None, :] > position[:, None] - window
+                s = tl.where(visible, s, float("-inf"))
+                # Unwritten slots of the last page may hold anything, and 0 x NaN is NaN.
+                v_tile = tl.where((keys < context_len)[:, None], v_tile, 0.0)
+            m, l, decay, weights = weigh(m, l, s, factor, 1)  # noqa: E741
+            # On a new leaf decay is 0, which clears u (to +0); a reset would stall the product.
+            u = dot(weights.to(v_tile.dtype), v_tile, tl.fma(u, decay[:, None], 0.0), ORDERED)
+    if SPLIT != LEAF:
+        m, l, u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)  # noqa: E741
+    return m, l, u
+
+
+@triton.jit
+def _paged_kernel(
     q, k_pool, v_pool, k_pages, v_pages, block_tables, cu_seqlens_q, context_lens,
     out, lse, part_m, part_l, part_u,
     scale, softcap, window,
@@ -64,12 +144,14 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
-    LEAF: tl.constexpr, CHUNK: tl.constexpr,
+    LEAF: tl.constexpr, CHUNK: tl.constexpr, ONE_SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns.
 
-    FOLDED: scores need nothing but a positive scale, which then joins the exponent.
+    FOLDED: scores need nothing but a positive scale, which then joins the exponent. ONE_SPAN: no
+    context is longer than a chunk.
     """
+    begin_step(EARLY)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2) // num_row_tiles
@@ -102,7 +184,6 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
         whole_begin = tl.minimum(tl.maximum(edge, begin), tl.cdiv(end, TILE) * TILE)
     whole_end = tl.maximum(whole_end, whole_begin)
     dims = tl.arange(0, BLOCK_D)
-    tokens = tl.arange(0, TILE)
     live = query < q_len
     row_inside = live[:, None] & (dims < HEAD_DIM)[None, :]
     # Scalar 64-bit bases and 32-bit offsets inside the tile: vectors of pointers cost registers.
@@ -116,109 +197,60 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     k_pool += kv_head.to(tl.int64) * stride_kh
     v_pool += kv_head.to(tl.int64) * stride_vh
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    factor = scale * 1.4426950408889634 if FOLDED else 1.4426950408889634  # log2 e
     # A span is a chunk, or the leaf of a launch that splits by leaf.
     first_span = begin // CHUNK * CHUNK
-    for span in tl.range(first_span, end, CHUNK):
-        chunk_m = tl.full([ROWS], float("-inf"), tl.float32)
-        chunk_l = tl.zeros([ROWS], tl.float32)
-        chunk_u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        # Three runs of tiles: cut by the window, whole, cut by causality or the context's end.
-        for run in tl.static_range(0 if WINDOW else 1, 3):
-            if run == 0:
-                run_begin, run_end = begin, tl.minimum(whole_begin, end)
-            elif run == 1:
-                run_begin, run_end = whole_begin, whole_end
-            else:
-                run_begin, run_end = whole_end, end
-            run_begin = tl.maximum(run_begin, span)
-            run_end = tl.minimum(run_end, span + CHUNK)
-            page = 0
-            if PAGE % TILE == 0 and run_begin < run_end:
-                page = tl.load(block_tables + run_begin // PAGE)
-            for first in tl.range(run_begin, run_end, TILE, num_stages=None if run == 1 else 1):
-                if SPLIT != LEAF:  # noqa: SIM102 - one is known at compile time, the other not
-                    if first % LEAF == 0:
-                        chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
-                        m = tl.full([ROWS], float("-inf"), tl.float32)
-                        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-                keys = first + tokens
-                if PAGE % TILE == 0:  # one page holds the tile; its number loads a tile ahead
-                    this_page = page
-                    page = tl.load(block_tables + tl.minimum(first + TILE, end - 1) // PAGE)
-                if DESCRIPTORS:
-                    at = [this_page, kv_head, first % PAGE, 0]
-                    k_tile = k_pages.load(at).reshape(TILE, BLOCK_D)
-                    v_tile = v_pages.load(at).reshape(TILE, BLOCK_D)
-                else:
-                    if PAGE % TILE == 0:
-                        token = tl.full([TILE], 0, tl.int64) + this_page
-                    else:
-                        token = tl.load(block_tables + keys // PAGE, keys < context_len, 0)
-                        token = token.to(tl.int64)
-                    inside = (keys < context_len)[:, None] & (dims < HEAD_DIM)[None, :]
-                    k_at = token * stride_kp + (keys % PAGE) * stride_kt
-                    k_tile = tl.load(k_pool + k_at[:, None] + dims[None, :], inside, 0.0)
-                    v_at = token * stride_vp + (keys % PAGE) * stride_vt
-                    v_tile = tl.load(v_pool + v_at[:, None] + dims[None, :], inside, 0.0)
-                s = dot(q_tile, k_tile.T, tl.zeros([ROWS, TILE], tl.float32), ORDERED)
-                if not FOLDED:
-                    s = s * scale
-                    if SOFTCAP:
-                        s = softcap * tanh(s / softcap)
-                if run != 1:
-                    visible = keys[None, :] <= position[:, None]
-                    if WINDOW:
-                        visible &= keys[None, :] > position[:, None] - window
-                    s = tl.where(visible, s, float("-inf"))
-                    # Unwritten slots of the last page may hold anything, and 0 x NaN is NaN.
-                    v_tile = tl.where((keys < context_len)[:, None], v_tile, 0.0)
-                m, l, decay, weights = weigh(m, l, s, factor, 1)  # noqa: E741
-                # On a new leaf decay is 0, which clears u (to +0); a reset would stall the product.
-                u = dot(weights.to(v_tile.dtype), v_tile, tl.fma(u, decay[:, None], 0.0), ORDERED)
-        if SPLIT != LEAF:
-            chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m, l, u, 1)
-            m = tl.full([ROWS], float("-inf"), tl.float32)
-            l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-        else:
-            chunk_m, chunk_l, chunk_u = m, l, u
-        # Scratch of this program: its partial, or the running total of the sequence's chunks.
-        part = (seq.to(tl.int64) * num_splits + split) * tl.num_programs(1) + kv_head
-        part = part * num_rows + first_row
-        if SPLIT == 0:
-            # The total would cost a third accumulator: it waits in scratch memory.
-            total_m, total_l, total_u = _load_state(
+    if SPLIT == 0 and ONE_SPAN:  # the total is the chunk: merging it with nothing is the identity
+        m, l, u = _span_state(  # noqa: E741
+            q_tile, k_pool, v_pool, k_pages, v_pages, block_tables, kv_head,
+            first_span, begin, end, whole_begin, whole_end, position, context_len,
+            scale, softcap, window, stride_kp, stride_kt, stride_vp, stride_vt,
+            PAGE, HEAD_DIM, BLOCK_D, ROWS, TILE, SPLIT, WINDOW, SOFTCAP, FOLDED, DESCRIPTORS,
+            ORDERED, LEAF, CHUNK,
+        )  # fmt: skip
+    else:
+        for span in tl.range(first_span, end, CHUNK):
+            chunk_m, chunk_l, chunk_u = _span_state(
+                q_tile, k_pool, v_pool, k_pages, v_pages, block_tables, kv_head,
+                span, begin, end, whole_begin, whole_end, position, context_len,
+                scale, softcap, window, stride_kp, stride_kt, stride_vp, stride_vt,
+                PAGE, HEAD_DIM, BLOCK_D, ROWS, TILE, SPLIT, WINDOW, SOFTCAP, FOLDED,
+                DESCRIPTORS, ORDERED, LEAF, CHUNK,
+            )  # fmt: skip
+            # Scratch of this program: its partial, or the running total of the sequence's chunks.
+            part = (seq.to(tl.int64) * num_splits + split) * tl.num_programs(1) + kv_head
+            part = part * num_rows + first_row
+            if SPLIT == 0:
+                # The total would cost a third accumulator: it waits in scratch memory.
+                total_m, total_l, total_u = _load_state(
+                    part_m + part,
+                    part_l + part,
+                    part_u + part * BLOCK_D,
+                    own_rows,
+                    live & (span > first_span),
+                    BLOCK_D,
+                )
+                chunk_m, chunk_l, chunk_u = merge(
+                    total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 1
+                )
+                tl.debug_barrier()  # every thread has read before any overwrites
+            tl.store(part_m + part + own_rows, chunk_m, live)
+            tl.store(part_l + part + own_rows, chunk_l, live)
+            part_at = own_rows[:, None] * BLOCK_D + dims[None, :]
+            tl.store(part_u + part * BLOCK_D + part_at, chunk_u, live[:, None])
+            if SPLIT == 0:
+                tl.debug_barrier()
+    if SPLIT == 0:
+        if not ONE_SPAN:
+            part = seq.to(tl.int64) * tl.num_programs(1) + kv_head
+            part = part * num_rows + first_row
+            m, l, u = _load_state(  # noqa: E741
                 part_m + part,
                 part_l + part,
                 part_u + part * BLOCK_D,
                 own_rows,
-                live & (span > first_span),
+                live & (end > 0),
                 BLOCK_D,
             )
-            chunk_m, chunk_l, chunk_u = merge(
-                total_m, total_l, total_u, chunk_m, chunk_l, chunk_u, 1
-            )
-            tl.debug_barrier()  # every thread has read before any overwrites
-        tl.store(part_m + part + own_rows, chunk_m, live)
-        tl.store(part_l + part + own_rows, chunk_l, live)
-        part_at = own_rows[:, None] * BLOCK_D + dims[None, :]
-        tl.store(part_u + part * BLOCK_D + part_at, chunk_u, live[:, None])
-        if SPLIT == 0:
-            tl.debug_barrier()
-    if SPLIT == 0:
-        part = seq.to(tl.int64) * tl.num_programs(1) + kv_head
-        part = part * num_rows + first_row
-        m, l, u = _load_state(  # noqa: E741
-            part_m + part,
-            part_l + part,
-            part_u + part * BLOCK_D,
-            own_rows,
-            live & (end > 0),
-            BLOCK_D,
-        )
         result, row_lse = finalize(m, l, u, 1)
         out += first_token * stride_ot + (kv_head * GROUP).to(tl.int64) * stride_oh
         out_at = local_query * stride_ot + rows % GROUP * stride_oh
@@ -234,12 +266,13 @@ def _fold_kernel(
     part_m, part_l, part_u, cu_seqlens_q, context_lens, out, lse, window,
     stride_ot, stride_oh, num_splits, num_rows, num_row_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Fold the partial states of ROWS rows in the contract's order, then finalize them.
 
     Four states load at a time, so that their latencies overlap; four leaves are one chunk.
     """
+    begin_step(EARLY)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1) // num_row_blocks
     first_row = (tl.program_id(1) % num_row_blocks) * ROWS
@@ -362,6 +395,7 @@ def launch(
     num_parts = num_seqs * num_splits * kv_heads * num_rows
     part_m, part_l = q.new_empty((2, num_parts), dtype=torch.float32)
     part_u = q.new_empty((num_parts, block_d), dtype=torch.float32)
+    early = launches_early(q.device)
     _paged_kernel[(num_splits, kv_heads, num_seqs * row_tiles)](
         q, k_pool, v_pool, *(pages or (None, None)),
         batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
@@ -374,8 +408,9 @@ def launch(
         TILE=tiles.tile, SPLIT=int(split), WINDOW=options.window is not None,
         SOFTCAP=options.softcap > 0.0, FOLDED=options.softcap == 0.0 and scale > 0.0,
         DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
-        LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+        LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE, ONE_SPAN=batch.max_context_len <= CHUNK_SIZE,
+        EARLY=early, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        enable_fp_fusion=False, launch_pdl=early,
     )  # fmt: skip
     if split:
         fold_rows = tiles.fold_rows
@@ -384,8 +419,8 @@ def launch(
             part_m, part_l, part_u, batch.cu_seqlens_q, batch.context_lens, out, lse,
             options.window or 0, out.stride(0), out.stride(1), num_splits, num_rows, row_blocks,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=fold_rows, SPLIT=int(split),
-            WINDOW=options.window is not None, LEAF=LEAF_SIZE,
-            num_warps=tiles.fold_warps, enable_fp_fusion=False,
+            WINDOW=options.window is not None, LEAF=LEAF_SIZE, EARLY=early,
+            num_warps=tiles.fold_warps, enable_fp_fusion=False, launch_pdl=early,
         )  # fmt: skip
     return out, lse
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.configs.layers import RopeLaunch, rope_launch
+from kernels.configs.layers import RopeLaunch, launches_early, rope_launch
+from kernels.early_launch import begin
 
 
 @triton.jit
@@ -101,9 +102,10 @@ def _rope_kv_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr, BLOCK_H: tl.constexpr, Q_BLOCKS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (query head blocks, then key and value head blocks; tokens)."""
+    begin(EARLY)
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lanes = tl.arange(0, HALF_PAD)[None, :]
     inside = lanes < HALF
@@ -151,6 +153,7 @@ def _launch_rope_kv(
     grid = (q_blocks + triton.cdiv(num_kv_heads, launch.heads), num_tokens)
     if num_tokens == 0:
         return out
+    early = launches_early(q.device)
     _rope_kv_kernel[grid](
         q, k, v, cos, sin, positions, slots, q_weight, k_weight, out, key_pool, value_pool, eps,
         *q.stride(), *k.stride(), *v.stride(), *out.stride()[:2], cos.stride(0),
@@ -159,7 +162,7 @@ def _launch_rope_kv(
         HEAD_DIM=head_dim, HALF=half, HALF_PAD=triton.next_power_of_2(half),
         REST_PAD=triton.next_power_of_2(max(1, head_dim - 2 * half)),
         DIM_PAD=triton.next_power_of_2(head_dim), BLOCK_H=launch.heads, Q_BLOCKS=q_blocks,
-        INTERLEAVED=interleaved, num_warps=launch.num_warps,
+        INTERLEAVED=interleaved, EARLY=early, num_warps=launch.num_warps, launch_pdl=early,
     )  # fmt: skip
     return out
 

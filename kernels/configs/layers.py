@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.configs import architecture
 
@@ -25,15 +26,25 @@ class RopeLaunch:
 class LinearTiles:
     """Output tile, launch shape, and whether programs split the chunks of K among them.
 
-    block_n counts columns of the result: a SwiGLU tile reads as many columns of gate and of up.
+    block_m, more_m: a program's rows are the sum of the two (more_m may be 0). block_n counts
+    columns of the result: a SwiGLU tile reads as many columns of gate and of up. turned: weights
+    are the first operand of the matrix instruction, whose second may be any multiple of 8. block_k:
+    columns of K a round of the loop takes, where they divide K and its chunks; else the contract's.
+    descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
+    asked for before the kernel ahead has ended, a power of two.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    more_m: int = 0
+    block_k: int = 64
     split: bool = False
+    turned: bool = False
     descriptors: bool = False
+    gathers: bool = False
+    ahead: int = 0
     ordered: bool = False
 
 
@@ -43,21 +54,44 @@ _ROPE_FALLBACK = RopeLaunch(8, 4)
 _NORM_VALUES = {"sm_90": 8, "cpu": 16}  # values a thread
 _NORM_FALLBACK = 16
 
-# (architecture, fused SwiGLU) -> tiles by the largest number of rows they serve, ascending. Every
-# row of sm_90 has block_m >= 64 and four warps or more: one family of matrix instructions.
-_LINEAR: dict[tuple[str, bool], list[tuple[int, LinearTiles]]] = {
-    ("sm_90", True): [
-        (32, LinearTiles(64, 64, 4, 4)),
-        (64, LinearTiles(64, 64, 4, 4, descriptors=True)),
-        (1 << 62, LinearTiles(128, 128, 8, 4, descriptors=True)),
+# Weights [n, depth] by the columns n that a launch has to spread over a device.
+MIDDLE, WIDE = 5120, 12288
+
+# (architecture, kind of weight) -> tiles by the largest number of rows they serve, ascending. Every
+# row of sm_90 keeps the first operand's side >= 64 and four warps or more: one family of matrix
+# instructions. A split is for weights of several chunks; others ignore it.
+_FEW = [
+    (16, LinearTiles(16, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+    (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+    (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
+]
+_LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
+    ("sm_90", "swiglu"): [
+        (16, LinearTiles(16, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+        (32, LinearTiles(32, 64, 4, 2, block_k=128, turned=True, descriptors=True, split=True)),
+        (64, LinearTiles(64, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+        (128, LinearTiles(128, 64, 4, 3, turned=True, descriptors=True)),
+        (1 << 62, LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True)),
     ],
-    ("sm_90", False): [
-        (64, LinearTiles(64, 128, 8, 4, split=True)),
-        (1 << 62, LinearTiles(128, 128, 8, 4, descriptors=True)),
+    ("sm_90", "wide"): [
+        *_FEW,
+        (160, LinearTiles(128, 128, 8, 3, more_m=32, turned=True, descriptors=True)),
+        (1 << 62, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True)),
     ],
-    ("cpu", True): [(1 << 62, LinearTiles(32, 32, 4, 1))],
-    ("cpu", False): [(1 << 62, LinearTiles(32, 32, 4, 1))],
-}
+    ("sm_90", "middle"): [
+        *_FEW,
+        (160, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True)),
+        (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True)),
+    ],
+    ("sm_90", "narrow"): [
+        *_FEW,
+        (160, LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, descriptors=True,
+                          split=True)),
+        (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True,
+                              descriptors=True)),
+    ],
+}  # fmt: skip
+_LINEAR_CPU = LinearTiles(32, 32, 4, 1)
 _LINEAR_FALLBACK = LinearTiles(64, 64, 4, 2)
 # float32 has no tensor cores at IEEE precision: small tiles keep accumulators in registers.
 _LINEAR_FLOAT32 = LinearTiles(32, 32, 4, 2)
@@ -74,14 +108,20 @@ def rope_launch(head_dim: int, device: torch.device) -> RopeLaunch:
     return _ROPE.get(architecture(device), _ROPE_FALLBACK)
 
 
-def linear_tiles(
-    num_rows: int, swiglu: bool, dtype: torch.dtype, device: torch.device
-) -> LinearTiles:
-    """Tiles for num_rows rows."""
-    name = architecture(device)
-    if dtype is torch.float32 and name != "cpu":
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels may start while the one before still runs (`kernels/early_launch.py`)."""
+    return architecture(device) == "sm_90"
+
+
+def linear_tiles(num_rows: int, weight: Tensor, swiglu: bool) -> LinearTiles:
+    """Tiles for num_rows rows times a weight [n, depth]."""
+    name, columns = architecture(weight.device), weight.shape[0]
+    if name == "cpu":
+        return _LINEAR_CPU
+    if weight.dtype is torch.float32:
         return _LINEAR_FLOAT32
-    for most, tiles in _LINEAR.get((name, swiglu), [(1 << 62, _LINEAR_FALLBACK)]):
+    kind = "narrow" if columns < MIDDLE else "middle" if columns < WIDE else "wide"
+    for most, tiles in _LINEAR.get((name, "swiglu" if swiglu else kind), []):
         if num_rows <= most:
             return tiles
-    raise AssertionError("the last row of a table serves any number of rows")
+    return _LINEAR_FALLBACK

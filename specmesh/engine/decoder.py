@@ -183,20 +183,21 @@ class Decoder:
         token_ids: int [num_tokens]. logit_rows: int [num_rows], the tokens whose logits are wanted;
         None means all, in order. Writes K/V through `attention`. Does not wait for the device.
         """
-        eps, norm = self.spec.rms_eps, self._ops.rmsnorm
+        eps, linear_norm = self.spec.rms_eps, self._ops.linear_norm
         stream = F.embedding(token_ids, self._embedding)
+        normed = self._ops.rmsnorm(stream, self._layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         last = len(self._layers) - 1
-        for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(norm(stream, layer.attention_norm, eps))
-            attended = attention(qkv, i, layer.head_norms)
+        for i, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            attended = attention(layer.qkv(normed), i, layer.head_norms)
             if i == last and logit_rows is not None:
                 # Past the last keys and values only the wanted rows matter.
                 attended, stream = attended[logit_rows], stream[logit_rows]
                 if not stream.shape[0]:
                     return stream.new_zeros((0, self.spec.num_embeddings))
-            stream = layer.out(attended, stream)
-            stream = layer.down(layer.gated(norm(stream, layer.mlp_norm, eps)), stream)
-        return self._head(norm(stream, self._final_norm, eps))
+            stream, normed = linear_norm(layer.out, attended, stream, layer.mlp_norm, eps)
+            stream, normed = linear_norm(layer.down, layer.gated(normed), stream, next_norm, eps)
+        return self._head(normed)
 
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """(cos, sin) float32 [max_context_len, rotary_dim / 2] of every position, made once."""

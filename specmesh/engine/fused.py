@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels import linear as linear_kernel
+from kernels import linear_norm as linear_norm_kernel
 from kernels import norm as norm_kernel
 from kernels import rope_kv as rope_kernel
 from kernels.paged_attention import call_op
 from kernels.reference_attention import AttentionOptions, PagedBatch
 from specmesh.engine.families import ModelSpec
 from specmesh.engine.kv_cache import KVCache
-from specmesh.engine.layer_ops import LayerOps
+from specmesh.engine.layer_ops import LayerOps, Linear
 from specmesh.engine.step_attention import HeadNorms
 
 
@@ -58,12 +59,22 @@ class FusedGate:
         )
 
 
+def _linear_norm(
+    linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    assert isinstance(linear, FusedLinear)  # this table made it
+    return linear_norm_kernel.linear_norm(
+        x, linear.weight, linear.bias, residual, weight, eps, invariant=linear.invariant
+    )
+
+
 def fused_ops(*, invariant: bool) -> LayerOps:
     """The kernels as the decoder's table of operations."""
     return LayerOps(
         linear=partial(FusedLinear, invariant=invariant),
         gate=partial(FusedGate, invariant=invariant),
         rmsnorm=norm_kernel.rmsnorm,
+        linear_norm=_linear_norm,
     )
 
 

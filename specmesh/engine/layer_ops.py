@@ -82,11 +82,20 @@ class Gate:
 @dataclass(frozen=True, slots=True)
 class LayerOps:
     """Operations of one device. `gate` makes silu(gate) * up of merged weights, gate first;
-    `rmsnorm` has the signature of `kernels.reference_layers`."""
+    `rmsnorm` has the signature of `kernels.reference_layers`; `linear_norm(linear, x, residual,
+    weight, eps)` is y = linear(x, residual) and its norm, (y, rmsnorm(y, weight, eps))."""
 
     linear: Callable[[Tensor, Tensor | None], Linear]
     gate: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
+    linear_norm: Callable[[Linear, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _linear_norm(
+    linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    y = linear(x, residual)
+    return y, reference_layers.rmsnorm(y, weight, eps)
 
 
 def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
@@ -97,6 +106,7 @@ def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
         linear=linear,
         gate=lambda weight, bias: Gate(linear(weight, bias)),
         rmsnorm=reference_layers.rmsnorm,
+        linear_norm=_linear_norm,
     )
 
 

@@ -88,10 +88,13 @@ def bits(
 def test_a_rows_bits_ignore_rows_tiles_and_split(
     device: str, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row alone or among others, in any place, tile shape or split over chunks: equal bits."""
+    """One row alone or among others, in any place, tile shape, operand order or split over chunks:
+    equal bits."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     x, weight, _, _ = tensors(device, 5, 1200, 24, dtype, seed=3)
-    base = replace(linear_tiles(1, False, dtype, x.device), ordered=device == "cpu")
+    base = replace(
+        linear_tiles(1, weight, False), ordered=device == "cpu", turned=False, split=False
+    )
     block_m = 64 if device == "cuda" else 4
     small = replace(base, block_m=block_m, block_n=16)
     expected = bits(monkeypatch, small, x, weight, activation=activation)
@@ -99,6 +102,11 @@ def test_a_rows_bits_ignore_rows_tiles_and_split(
         replace(small, block_m=2 * block_m),
         replace(small, block_n=32),
         replace(small, split=True),
+        replace(small, more_m=block_m // 2 if device == "cpu" else block_m),
+        replace(small, block_m=2, more_m=2, block_n=64, turned=True)
+        if device == "cpu"
+        else replace(small, block_m=16, more_m=32, block_n=64, turned=True),
+        replace(small, block_m=16, block_n=64, turned=True, split=True, block_k=128),
     )
     for tiles in variants:
         assert torch.equal(bits(monkeypatch, tiles, x, weight, activation=activation), expected)
@@ -120,9 +128,7 @@ def test_the_order_of_sums_is_the_contract(device: str, monkeypatch: pytest.Monk
     weight = torch.zeros(1, 2 * chunk, device=device)
     weight[0, 0] = 2.0**24
     weight[0, chunk :: chunk // 16] = 1.0
-    tiles = replace(
-        linear_tiles(1, False, torch.float32, x.device), ordered=True, block_m=16, block_n=16
-    )
+    tiles = replace(linear_tiles(1, weight, False), ordered=True, block_m=16, block_n=16)
     got = bits(monkeypatch, tiles, x, weight)
     assert got.item() == 2.0**24 + 16.0
     running = torch.tensor(2.0**24)
