@@ -64,6 +64,12 @@ def drafted(
     return result
 
 
+def keys_of(rows: int, device: str) -> DraftKeys:
+    one = ints(range(1, rows + 1), device)
+    ones = torch.ones(rows, device=device)
+    return DraftKeys(one.long(), one, one.clone(), torch.zeros_like(one), ones)
+
+
 def random_rows(rows: int, width: int, device: str, seed: int = 0, scale: float = 2.5) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, width, generator=generator) * scale).to(device)
@@ -335,6 +341,26 @@ def test_rows_do_not_depend_on_batch_place_or_memory(device: str) -> None:
             assert torch.equal(a, b)
 
 
+def test_the_draw_is_from_the_rounded_weights(device: str) -> None:
+    """Seeds at which rounding to float16 decides the race: the rounded row's winner is drawn."""
+    vocab_size, seeds = 2000, [10899, 39121, 128166]
+    exact = torch.tensor([1.0, 1.0 - 2.0**-12 * 0.97])
+    ids = torch.tensor([10, 1500])
+    logits = torch.full((3, vocab_size), -20.0, device=device)
+    logits[:, ids.to(device)] = exact.log().to(device)
+    keys = keys_of(3, device)
+    keys.seeds.copy_(torch.tensor(seeds))
+    keys.positions.fill_(FIRST_POSITION)
+    keys.base_lens.fill_(FIRST_BASE)
+    result = draft_rows(logits, keys, vocab_size, workspace(3, device))
+    assert result.num_ids.tolist() == [2, 2, 2]
+    for index, seed in enumerate(seeds):
+        key = (seed, FIRST_POSITION, FIRST_BASE, Purpose.PROPOSE)
+        sent = row_of(result, index, vocab_size)
+        assert int(result.tokens[index]) == sent.draw(*key)
+        assert int(result.tokens[index]) != reference.race(exact, *key, ids)
+
+
 def test_draws_follow_the_law_that_is_sent(device: str) -> None:
     """Chi-square of tokens over seeds against the row written out, not the one before the cut."""
     num, vocab_size = (200_000, 2000) if device == "cuda" else (80, 1200)
@@ -352,11 +378,6 @@ def test_draws_follow_the_law_that_is_sent(device: str) -> None:
         counts[seen].numpy(), (expected * (num / float(expected.sum()))).numpy()
     )
     assert pooled.pvalue > 1e-4
-
-
-def keys_of(rows: int, device: str) -> DraftKeys:
-    one = ints(range(1, rows + 1), device)
-    return DraftKeys(one.long(), one, one, torch.zeros_like(one), torch.ones(rows, device=device))
 
 
 def test_rows_are_written_where_the_caller_wants(device: str) -> None:
