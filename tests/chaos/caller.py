@@ -1,13 +1,15 @@
 """The client process: `python -m tests.chaos.caller ADDRESS...`, JSON lines in and out.
 
-A line of standard input is a job: {"id", "request"}, the request as JSON of the public message.
-Jobs run at once, each through `AsyncClient` with its shipped retry policy. A line of standard
+A line of standard input is a job: {"id", "request"}, the request as JSON of the public message, or
+the end of one: {"cancel": id}. Jobs run at once, each through `AsyncClient` with its shipped retry
+policy unless flags say otherwise. A line of standard
 output is an event of a job: tokens, the end, or the error that the client raised. A line is one
 write of less than a pipe's atomic size, so that a killed client leaves no half line that counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,7 +20,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from protos.specmesh.v1 import generation_pb2 as pb
-from specmesh.client import AsyncClient, Chunk, Finished
+from specmesh.client import AsyncClient, Chunk, Finished, RetryPolicy
 from specmesh.errors import SpecmeshError
 from specmesh.rpc import RpcLimits
 
@@ -48,22 +50,37 @@ async def run_job(client: AsyncClient, job: dict[str, Any]) -> None:
                 tell(id=name, request_id=event.request_id)
     except SpecmeshError as error:
         tell(id=name, error=f"{error.reason}: {error.message}", retry_after_s=error.retry_after_s)
+    except asyncio.CancelledError:
+        tell(id=name, cancelled=True)
+        raise
 
 
-async def main(addresses: list[str]) -> None:
+async def main(arguments: argparse.Namespace) -> None:
     """Run jobs until standard input ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 22)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     limits = RpcLimits(keepalive_time_s=KEEPALIVE_S, keepalive_timeout_s=KEEPALIVE_S)
-    tasks = set()
-    async with AsyncClient(addresses, limits=limits) as client:
+    retry = RetryPolicy(max_attempts=arguments.max_attempts)
+    tasks: dict[str, asyncio.Task[None]] = {}
+    async with AsyncClient(
+        arguments.addresses, limits=limits, retry=retry, api_key=arguments.api_key
+    ) as client:
         while line := await reader.readline():
-            task = loop.create_task(run_job(client, json.loads(line)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        await asyncio.gather(*tasks)
+            job = json.loads(line)
+            if "cancel" in job:
+                if job["cancel"] in tasks:
+                    tasks[job["cancel"]].cancel()
+                continue
+            task = loop.create_task(run_job(client, job))
+            tasks[job["id"]] = task
+            task.add_done_callback(lambda _, name=job["id"]: tasks.pop(name, None))
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("addresses", nargs="+")
+    parser.add_argument("--api-key")
+    parser.add_argument("--max-attempts", type=int, default=RetryPolicy().max_attempts)
+    asyncio.run(main(parser.parse_args()))

@@ -50,6 +50,11 @@ class Deployment:
         """The replicas of one service."""
         return [each for each in self.replicas.values() if each.side == side]
 
+    def pids(self) -> dict[str, int]:
+        """Process ids of services and clients, by name."""
+        everyone = [*self.replicas.values(), *self.clients]
+        return {each.name: each.pid for each in everyone}
+
     def scrape(self, name: str) -> str:
         """The metrics page of a replica."""
         url = f"http://127.0.0.1:{self.metrics_ports[name]}/metrics"
@@ -59,7 +64,8 @@ class Deployment:
 
     def value(self, name: str, metric: str) -> float:
         """The sum of a metric's samples at a replica. metric: name, with labels where wanted."""
-        pattern = re.compile(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
+        labels = "" if metric.endswith("}") else "(?:{[^}]*})?"
+        pattern = re.compile(rf"^{re.escape(metric)}{labels} (\S+)$", re.MULTILINE)
         return sum(float(found) for found in pattern.findall(self.scrape(name)))
 
     async def wait_quiet(self) -> None:
@@ -82,18 +88,26 @@ class Deployment:
 
 @asynccontextmanager
 async def deployed(
-    folder: Path, num_clients: int = 2, coordinator_flags: Sequence[str] = ()
+    folder: Path,
+    num_clients: int = 2,
+    *,
+    num_replicas: int = NUM_REPLICAS,
+    coordinator_flags: Sequence[str] = (),
+    client_flags: Sequence[Sequence[str]] = ((), ()),
 ) -> AsyncIterator[Deployment]:
-    """Start everything and wait until it is ready; afterwards nothing of it is left."""
+    """Start everything and wait until it is ready; afterwards nothing of it is left.
+
+    client_flags: of each client in turn.
+    """
     deployment = Deployment(folder)
     models = folder / "models"
     if not models.exists():
         write_pair(models)
     try:
         for side in ("target", "draft"):
-            for index in range(NUM_REPLICAS):
+            for index in range(num_replicas):
                 _add(deployment, f"{side}{index}", ["--engine.model", str(models / side)])
-        for index in range(NUM_REPLICAS):
+        for index in range(num_replicas):
             name = f"coordinator{index}"
             flags = ["--tokenizer", str(models / "target")]
             for side in ("target", "draft"):
@@ -106,8 +120,10 @@ async def deployed(
                 await _join(deployment, name, each) for each in deployment.of_side("coordinator")
             ]
             addresses = [proxy.address for proxy in proxies]
-            turned = addresses[index % NUM_REPLICAS :] + addresses[: index % NUM_REPLICAS]
-            deployment.clients.append(ClientProcess(name, turned, folder / f"{name}.log"))
+            first = index % num_replicas
+            turned = addresses[first:] + addresses[:first]
+            flags = client_flags[index % len(client_flags)]
+            deployment.clients.append(ClientProcess(name, turned, folder / f"{name}.log", flags))
         for replica in deployment.replicas.values():
             await replica.start()
         for replica in deployment.replicas.values():

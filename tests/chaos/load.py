@@ -91,6 +91,8 @@ class Stream:
     times: list[float] = field(default_factory=list)
     finished: int | None = None
     error: str | None = None
+    retry_after_s: float = 0.0
+    was_cancelled: bool = False
     num_client_deaths: int = 0
     fallback: dict[str, int] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,7 +100,7 @@ class Stream:
     @property
     def is_over(self) -> bool:
         """Whether it ended, well or not."""
-        return self.finished is not None or self.error is not None
+        return self.finished is not None or self.error is not None or self.was_cancelled
 
     def request(self) -> dict[str, Any]:
         """The message that asks for what is still missing."""
@@ -119,7 +121,9 @@ class Stream:
             self.finished = event["finished"]
             self.fallback = event["fallback"]
         elif "error" in event:
-            self.error = event["error"]
+            self.error, self.retry_after_s = event["error"], event["retry_after_s"]
+        elif "cancelled" in event:
+            self.was_cancelled = True
         else:
             return
         self.changed.set()
@@ -128,9 +132,12 @@ class Stream:
 class ClientProcess:
     """A client as a process of its own, started again when it dies."""
 
-    def __init__(self, name: str, addresses: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, name: str, addresses: Sequence[str], log_path: Path, flags: Sequence[str] = ()
+    ) -> None:
+        """flags: of `tests.chaos.caller`."""
         self.name = name
-        self._addresses = list(addresses)
+        self._arguments = [*addresses, *flags]
         self._log_path = log_path
         self._open: dict[str, Stream] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -148,7 +155,7 @@ class ClientProcess:
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "tests.chaos.caller", *self._addresses),
+                *("-m", "tests.chaos.caller", *self._arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -168,6 +175,13 @@ class ClientProcess:
         # A client that has just died is started again, and asked again.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(line.encode())
+
+    def cancel(self, stream: Stream) -> None:
+        """The caller loses interest."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write((json.dumps({"cancel": stream.name}) + "\n").encode())
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process, and to no other."""
@@ -256,12 +270,17 @@ class Load:
     async def _run(self, job: Job, name: str, slot: int) -> Stream:
         stream = Stream(name, job)
         self.live.add(stream)
-        self._clients[slot % len(self._clients)].ask(stream)
-        while not stream.is_over:
-            stream.changed.clear()
-            await stream.changed.wait()
+        await ended(stream, self._clients[slot % len(self._clients)])
         self.live.discard(stream)
         return stream
+
+
+async def ended(stream: Stream, client: ClientProcess) -> None:
+    """Ask for a stream and wait until it is over."""
+    client.ask(stream)
+    while not stream.is_over:
+        stream.changed.clear()
+        await stream.changed.wait()
 
 
 async def stall_s(streams: Sequence[Stream], since: float, num_chunks: int, most_s: float) -> float:
