@@ -265,7 +265,10 @@ def _rebuilt(record: RoundRecord) -> bool:
 
 def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:
     report = done.target_report
-    batch_size = report.result.timing.batch_size if isinstance(report, SideTiming) else 1
+    batch_size, batch_rows = 1, 0
+    if isinstance(report, SideTiming):
+        timing = report.result.timing
+        batch_size, batch_rows = timing.batch_size, timing.batch_rows
     return RoundSample(
         num_draft_tokens=done.num_draft_tokens,
         num_tokens=done.num_tokens,
@@ -275,4 +278,6 @@ def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:
         target_s=record.target.total_us * 1e-6,
         manage_s=record.manage_us * 1e-6,
         batch_size=batch_size,
+        batch_rows=batch_rows,
+        forward_s=record.target.forward_us * 1e-6,
     )

@@ -122,7 +122,7 @@ class CoordinatorReplica:
                 self._tokenizer,
                 fleet,
                 self._admission,
-                SharedPolicy(),
+                SharedPolicy(settings.speculation.plain_steps),
                 telemetry,
                 self.metrics,
                 self.tenants,

@@ -306,6 +306,7 @@ class CommandDesk:
             forward_us=task.forward_ns // 1000,
             total_us=(now - task.request.arrived_ns) // 1000,
             batch_size=task.batch_size,
+            batch_rows=task.batch_rows,
             cached_tokens=task.cached_tokens,
             num_steps=task.num_steps,
         )

@@ -106,13 +106,15 @@ class ProgramExecutor:
             segments = launch.segments
             wanted = self._num_wanted(segments, step.num_holders)
             program = self._program(launch, max(wanted))
-            num_tokens += self._pack(program, launch, wanted)
+            num_rows = self._pack(program, launch, wanted)
+            num_tokens += num_rows
             self.programs.run(program, meanwhile)
             end_ns = self._clock_ns()
             decided = self._side.read(program)
             for index, (segment, count) in enumerate(zip(segments, wanted, strict=True)):
                 slot = index if segment is not launch.long else program.shape.num_seqs
                 task = segment.task
+                task.batch_rows = max(task.batch_rows, num_rows)
                 self._account(task, segment, len(step.segments), start_ns, end_ns)
                 if not segment.is_last:
                     unfinished.append(task)

@@ -91,6 +91,7 @@ class StepExecutor:
             logits = self._device.decoder.forward(batch, self._device.cache).cpu()
         end_ns = self._clock_ns()
         finished, unfinished = [], []
+        num_tokens = batch.cu_seqlens_q[-1]
         first_row = 0
         for segment in step.segments:
             task = segment.task
@@ -98,6 +99,7 @@ class StepExecutor:
             task.queue_ns += start_ns - task.ready_ns
             task.forward_ns += end_ns - start_ns
             task.batch_size = max(task.batch_size, len(step.segments))
+            task.batch_rows = max(task.batch_rows, num_tokens)
             task.num_steps += 1
             task.ready_ns = end_ns
             if segment.is_last:
@@ -105,7 +107,6 @@ class StepExecutor:
             else:
                 unfinished.append(task)
             first_row += segment.num_rows
-        num_tokens = batch.cu_seqlens_q[-1]
         return StepOutcome(logits, finished, unfinished, start_ns, end_ns, num_tokens)
 
     def clear(self, pages: Sequence[int]) -> None:

@@ -49,6 +49,7 @@ class Task:
     queue_ns: int = 0
     forward_ns: int = 0
     batch_size: int = 0
+    batch_rows: int = 0
     num_steps: int = 0
     cached_tokens: int = 0
     span: Span = INVALID_SPAN

@@ -170,7 +170,7 @@ def test_own_rounds_outweigh_the_others() -> None:
         others.observe(sample(3, 3, draft=0.5))
         others.observe(sample(0, 0, verify=10, manage=0.0))
     assert own.best(3) == 3
-    for _ in range(60):
+    for _ in range(80):
         own.observe(sample(3, 0, draft=0.5))
     assert own.rates(1)[0] < others.rates(1)[0]
     assert own.best(3) == 0
@@ -207,6 +207,8 @@ def test_policy_is_blind_to_tokens() -> None:
         "target_s",
         "manage_s",
         "batch_size",
+        "batch_rows",
+        "forward_s",
     }
     taken = inspect.signature(SessionPolicy.choose).parameters
     assert list(taken) == ["self", "limit"]

@@ -152,20 +152,22 @@ class Boundaries(_message.Message):
     def __init__(self, confirmed_len: _Optional[int] = ..., kv_len: _Optional[int] = ..., allocated_len: _Optional[int] = ...) -> None: ...
 
 class StepTiming(_message.Message):
-    __slots__ = ("queue_us", "forward_us", "total_us", "batch_size", "cached_tokens", "num_steps")
+    __slots__ = ("queue_us", "forward_us", "total_us", "batch_size", "cached_tokens", "num_steps", "batch_rows")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     FORWARD_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     forward_us: int
     total_us: int
     batch_size: int
     cached_tokens: int
     num_steps: int
-    def __init__(self, queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., total_us: _Optional[int] = ..., batch_size: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    batch_rows: int
+    def __init__(self, queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., total_us: _Optional[int] = ..., batch_size: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., batch_rows: _Optional[int] = ...) -> None: ...
 
 class PageDigest(_message.Message):
     __slots__ = ("prefix_len", "digest")
