@@ -1,4 +1,4 @@
-"""Reads one number from a service's Prometheus endpoint on loopback."""
+"""Reads numbers from a service's Prometheus endpoint on loopback."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ TIMEOUT_S = 5.0
 
 def warm_up_seconds(port: int) -> float:
     """Seconds a service spent on its first passes, compilation included. Raises NotReady."""
+    return metric(read_metrics(port), WARM_UP)
+
+
+def read_metrics(port: int) -> str:
+    """Everything a service exports, as Prometheus text. Raises NotReady."""
     url = f"http://127.0.0.1:{port}/metrics"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=TIMEOUT_S) as response:
-            return metric(response.read().decode(), WARM_UP)
+            text: str = response.read().decode()
+            return text
     except (OSError, urllib.error.URLError) as error:
         raise NotReady(f"no metrics at {url}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,20 @@ from specmesh.bench.report import json_lines
 from specmesh.bench.rounds import round_times
 from specmesh.bench.scrape import metric, warm_up_seconds
 from specmesh.bench.suite import Results, Suite
+from specmesh.bench.timeline import PHASES, phases
 from specmesh.client import GenerateOptions
 from specmesh.errors import NotReady
 from specmesh.metrics import ServiceMetrics
-from specmesh.telemetry import GENERATE, PREFILL, PROPOSE, ROUND, VERIFY, Key
+from specmesh.telemetry import (
+    DRAFT_FORWARD,
+    GENERATE,
+    PREFILL,
+    PROPOSE,
+    ROUND,
+    TARGET_FORWARD,
+    VERIFY,
+    Key,
+)
 from specmesh.traces.reader import StoredSpan, Trace
 from tests.unit.scripted_coordinator import Script, serving
 
@@ -114,6 +125,31 @@ def test_time_outside_the_models_is_the_round_less_both_forward_passes() -> None
     assert (round_.total, round_.draft_forward, round_.target_forward) == (20.0, 5.0, 11.0)
     assert round_.outside_models == pytest.approx(4.0)
     assert round_.outside_services == pytest.approx(2.0)
+
+
+def test_a_timeline_cuts_a_round_without_gaps() -> None:
+    """Proves each phase of a known round, that they add up to it, and what cannot be cut."""
+
+    def batch(name: str, span_id: int, ms: tuple[float, float], command: int) -> Any:
+        return replace(span(name, span_id, 0, ms), links=(("ab" * 16, f"{command:016x}"),))
+
+    round_ = span(ROUND, 4, 1, (10, 40), **{Key.NUM_DRAFT_TOKENS: 2})
+    spans = [round_, span(PROPOSE, 5, 4, (11, 22)), span(VERIFY, 6, 4, (24, 38))]
+    passes = [
+        batch(DRAFT_FORWARD, 9, (18, 21), 5),  # in any order
+        batch(DRAFT_FORWARD, 8, (13, 16), 5),
+        batch(DRAFT_FORWARD, 7, (1, 2), 3),  # another round's
+        batch(TARGET_FORWARD, 10, (27, 36), 6),
+    ]
+    found = phases(round_, Trace("ab" * 16, spans, passes))
+    assert found is not None
+    assert tuple(found) == PHASES
+    assert list(found.values()) == pytest.approx([1, 2, 6, 2, 1, 2, 3, 9, 2, 2])
+    assert sum(found.values()) == pytest.approx(round_.duration_ms)
+    assert phases(round_, Trace("ab" * 16, spans, passes[1:])) is None  # a pass is missing
+    assert phases(round_, Trace("ab" * 16, spans[:2], passes)) is None
+    plain = span(ROUND, 4, 1, (10, 40))
+    assert phases(plain, Trace("ab" * 16, [plain, *spans[1:]], passes)) is None
 
 
 def test_warm_up_is_read_past_proxies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
+from kernels import reference, reference_races
 from kernels.streams import UNIFORM_MAX, WORD_MASK, Purpose, philox
 
 # Random123's kat_vectors for philox4x32-10: counter, key, words.
@@ -136,7 +136,9 @@ def test_race_known_answers() -> None:
 def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal finishing times: the lowest id wins, whatever order the ids are visited in."""
     monkeypatch.setattr(
-        reference, "_race_uniforms", lambda seed, ids, *key: np.full(ids.size, 0.25, np.float32)
+        reference_races,
+        "_race_uniforms",
+        lambda seed, ids, *key: np.full(ids.size, 0.25, np.float32),
     )
     assert reference.race(torch.tensor([0.0, 1.0, 2.0, 2.0]), 1, 1, 1, Purpose.BONUS) == 2
 
