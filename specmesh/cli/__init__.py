@@ -28,6 +28,7 @@ from specmesh.cli import (
     settings,
     trace,
     up,
+    window_report,
 )
 from specmesh.cli.outcome import ExitCode, exit_code, help_text
 from specmesh.cli.output import stderr, writable_streams
@@ -51,6 +52,7 @@ app.command("bench")(bench.bench)
 app.command("bench-stack")(bench_stack.bench_stack)
 app.command("plan")(plan.plan)
 app.command("inflate")(inflate.inflate)
+app.command("window-report")(window_report.window_report)
 app.command("demo")(demo.demo)
 app.command("distill")(distill.distill)
 app.command("acceptance")(acceptance.acceptance)

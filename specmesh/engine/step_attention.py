@@ -39,6 +39,31 @@ class StepAttention(Protocol):
         ...
 
 
+def layer_input(
+    spec: ModelSpec, qkv: Tensor, rotation: tuple[Tensor, Tensor], norms: HeadNorms | None
+) -> LayerInput:
+    """Queries and keys normalised and rotated, values as they are: views of and beside qkv.
+
+    qkv as of `StepAttention`; rotation: (cos, sin) of its tokens, [num_tokens, rotary_dim / 2].
+    """
+    heads = qkv.view(len(qkv), -1, spec.head_dim)
+    num_rotated = spec.num_heads + spec.num_kv_heads
+    rotated = heads[:, :num_rotated]
+    if norms is not None:
+        queries, keys = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+        rotated = torch.cat(
+            (
+                reference_layers.rmsnorm(queries, norms.queries, spec.rms_eps),
+                reference_layers.rmsnorm(keys, norms.keys, spec.rms_eps),
+            ),
+            1,
+        )
+    rotated = reference_layers.rope(rotated, *rotation)
+    return LayerInput(
+        rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class GatheredAttention:
     """By gathering the pages a group of sequences reads; see `attention.py`.
@@ -55,21 +80,6 @@ class GatheredAttention:
     def __call__(self, qkv: Tensor, layer_index: int, norms: HeadNorms | None) -> Tensor:
         """See `StepAttention`."""
         spec, pool = self.spec, self.cache.pools[layer_index]
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated = heads[:, :num_rotated]
-        if norms is not None:
-            queries, keys = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-            rotated = torch.cat(
-                (
-                    reference_layers.rmsnorm(queries, norms.queries, spec.rms_eps),
-                    reference_layers.rmsnorm(keys, norms.keys, spec.rms_eps),
-                ),
-                1,
-            )
-        rotated = reference_layers.rope(rotated, *self.rotation)
-        inputs = LayerInput(
-            rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
-        )
+        inputs = layer_input(spec, qkv, self.rotation, norms)
         write_kv(pool, self.layout, inputs.keys, inputs.values)
         return attend(inputs, pool, self.layout, spec.windows[layer_index], self.workspace)
