@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.requests import ModelLimits, Resolver
 from protos.specmesh.v1 import generation_pb2 as pb
+from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, GenerateOptions, RetryPolicy
-from specmesh.config import AdmissionSettings, SpeculationSettings
+from specmesh.config import AdmissionSettings, ServerSettings, SpeculationSettings
 from specmesh.errors import ContextTooLong, InvalidRequest, Unauthenticated
 from specmesh.logs import JsonFormatter
+from specmesh.rpc import error_from_rpc
 from tests.e2e.stack import END_ID, VOCAB_SIZE, LetterTokenizer, running_stack
 
 PROMPT = [1, 2, 3]
@@ -49,6 +53,24 @@ async def test_prompts_of_a_megabyte_disturb_nobody() -> None:
         with pytest.raises(ContextTooLong):
             await stack.client.generate([1] * ONE_MEGABYTE, options)
         assert found == wanted
+        await stack.all_pages_free()
+
+
+async def test_a_decompression_bomb_is_refused_by_its_real_size() -> None:
+    """gRPC takes compressed messages from anybody: 300 kB that would be 64 MiB are refused at the
+    limit of a message, and the next request is served."""
+    server = ServerSettings(drain_grace_s=5.0, max_message_bytes=1 << 20)
+    async with running_stack(server=server) as stack:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(
+            stack.address, options=options, compression=grpc.Compression.Gzip
+        ) as channel:
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Generate(pb.GenerateRequest(text="a" * (64 << 20))).read()
+            assert isinstance(error_from_rpc(refused.value), InvalidRequest)
+            small = pb.GenerateRequest(text="abc", max_tokens=3)
+            assert await stub.Generate(small).read() is not grpc.aio.EOF  # type: ignore[attr-defined]
         await stack.all_pages_free()
 
 

@@ -34,6 +34,14 @@ def test_a_seed_gives_one_run(seed: int) -> None:
     )
 
 
+def test_a_reset_is_noticed_at_both_ends_before_quiet() -> None:
+    """Named seed: the target noticed a reset so late that it still held the session when nobody
+    spoke any more."""
+    report = World(drawn_setup(13042)).run()
+    assert report.injected["resets"] > 0
+    assert report.failures == []
+
+
 @pytest.mark.parametrize("name", FAULT_NAMES)
 def test_every_fault_happens(name: str) -> None:
     """Each option by itself injects its fault within a few runs, which pass all the same."""
