@@ -25,6 +25,7 @@ from kernels.attention_scores import tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
 from kernels.configs.layers import launches_early
 from kernels.early_launch import begin as begin_step
+from kernels.early_launch import prefetch
 from kernels.reference_attention import (
     CHUNK_SIZE,
     DEFAULT_OPTIONS,
@@ -197,6 +198,16 @@ def _paged_kernel(
     k_pool += kv_head.to(tl.int64) * stride_kh
     v_pool += kv_head.to(tl.int64) * stride_vh
 
+    if EARLY and DESCRIPTORS and (ONE_SPAN or SPLIT == LEAF):  # noqa: SIM102 - known when compiled
+        if end > begin:
+            # The last tile is mostly cut and loads alone, behind the others: ask for it now.
+            last_tile = (end - 1) // TILE * TILE
+            page = tl.load(block_tables + last_tile // PAGE).to(tl.int64)
+            halves = tl.arange(0, 2 * TILE)
+            token, dim = last_tile % PAGE + halves // 2, halves % 2 * (HEAD_DIM // 2)
+            num_bytes = tl.full([2 * TILE], HEAD_DIM, tl.int32)  # half a row of 16-bit values
+            prefetch(k_pool + page * stride_kp + token * stride_kt + dim, num_bytes)
+            prefetch(v_pool + page * stride_vp + token * stride_vt + dim, num_bytes)
     # A span is a chunk, or the leaf of a launch that splits by leaf.
     first_span = begin // CHUNK * CHUNK
     if SPLIT == 0 and ONE_SPAN:  # the total is the chunk: merging it with nothing is the identity

@@ -79,7 +79,8 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
         (1 << 62, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True)),
     ],
     ("sm_90", "middle"): [
-        *_FEW,
+        (16, LinearTiles(16, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
+        *_FEW[1:],
         (160, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True)),
         (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True)),
     ],
@@ -98,9 +99,10 @@ _LINEAR_FLOAT32 = LinearTiles(32, 32, 4, 2)
 
 
 def norm_warps(width: int, device: torch.device) -> int:
-    """Warps for one row of a norm, within bounds."""
+    """Warps for one row of a norm, within bounds: a power of two."""
     values = _NORM_VALUES.get(architecture(device), _NORM_FALLBACK)
-    return max(1, min(16, width // (32 * values)))
+    most = max(1, min(16, width // (32 * values)))
+    return 1 << (most.bit_length() - 1)
 
 
 def rope_launch(head_dim: int, device: torch.device) -> RopeLaunch:

@@ -63,6 +63,9 @@ class RandomWeights:
     def check(self, _spec: ModelSpec, *, shared_embedding: bool = False) -> None:
         """Fits by construction."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
     def tensor(self, name: str) -> Tensor:
         """A new tensor; norms are ones."""
         shape = self._shapes[name]
@@ -175,7 +178,8 @@ def by_parts(program: StepProgram) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     kinds = {
-        "_linear_kernel": "linear", "_finish_kernel": "linear", "_paged_kernel": "attention",
+        "_linear_kernel": "linear", "_finish_kernel": "linear",
+        "_finish_norm_kernel": "linear end with norm", "_paged_kernel": "attention",
         "_fold_kernel": "attention", "_rmsnorm_kernel": "norm", "_rope_kv_kernel": "rotary",
         "_judge_kernel": "sampling", "_close_kernel": "sampling", "_redraw_kernel": "sampling",
         "_row_report_kernel": "sampling", "_survey_kernel": "sampling", "_keep_kernel": "sampling",

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels import (
     draft_rows,
     linear,
+    linear_norm,
     norm,
     penalties,
     redraw,
@@ -124,16 +125,26 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def layer_launches() -> Iterator[tuple[str, Launch]]:
-    shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 320)]
-    shapes += [(rows, 14336, 4096, "none") for rows in (5, 320)]
+    shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 160, 320)]
+    shapes += [(rows, 14336, 4096, "none") for rows in (5, 64, 160, 320)]
+    shapes += [(rows, 4096, 6144, "none") for rows in (1, 160, 320)]
+    shapes += [(rows, 4096, 128256, "none") for rows in (5, 320)]
     for rows, depth, width, activation in shapes:
         with recorded(linear, "_linear_kernel", "_finish_kernel") as launches:
             linear._launch_linear(
                 meta(rows, depth), meta(width, depth), None, None, activation, True
             )
-        yield f"linear-{activation}-{rows}", launches[0]
+        yield f"linear-{activation}-{width}-{rows}", launches[0]
         if len(launches) > 1:
-            yield f"finish-{activation}-{rows}", launches[1]
+            yield f"finish-{activation}-{width}-{rows}", launches[1]
+    with (
+        recorded(linear_norm, "_finish_norm_kernel") as launches,
+        recorded(linear, "_linear_kernel"),
+    ):
+        linear_norm._launch_linear_norm(
+            meta(5, 14336), meta(4096, 14336), None, meta(5, 4096), meta(4096), 1e-5, True
+        )
+    yield "end-norm", launches[0]
     with recorded(norm, "_rmsnorm_kernel") as launches:
         norm._launch_rmsnorm(meta(32768, 4096), meta(32768, 4096), meta(4096), 1e-5)
     yield "norm", launches[0]
