@@ -1,4 +1,4 @@
-"""Kernels that start early wait for what they read: a chain of layers has the bits it has in turn."""
+"""Kernels that start early wait for what they read: a chain has the bits of launches in turn."""
 
 from __future__ import annotations
 
