@@ -7,6 +7,7 @@ and the records; cases are `stack_cases.py`'s, load is `steady_load.py`'s. Print
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from specmesh.bench import windows
 from specmesh.bench.measure import versions
 from specmesh.bench.round_split import PARTS, SplitRound, TraceFolder, values
 from specmesh.bench.stack_cases import FIXED_TOKENS, Case
-from specmesh.bench.steady_load import Load, LoadProcesses, Observed
+from specmesh.bench.steady_load import Load, LoadProcesses, Observed, StreamsNotLive
 from specmesh.bench.windows import Measured, of_values
 from specmesh.client import Client, GenerateOptions
 from specmesh.errors import NotReady
@@ -27,6 +28,7 @@ from specmesh.launcher import LOOPBACK, Ports, ServiceCommand, Stack, StackOptio
 DRAFT_POLL_S = 0.2
 FIRST_REQUEST_TIMEOUT_S = 300.0
 FIRST_TOKENS = 8
+LONGER_WARM_UP = 4.0  # times the warm-up, where streams were not live after it
 TRACED_STREAMS = 4  # of those that are live, about how many are traced
 TRACE_EVERY = 4  # with few streams: one request in so many
 
@@ -162,6 +164,7 @@ class StackBench:
         self._plain: dict[Case, Measured] = {}
         self._common = {"versions": self._versions(), "command": command}
         self._key = time.time_ns() & 0xFFFF_FFFF
+        self._next_prompt = 0
 
     def warm_up(self, concurrency: int) -> None:
         """First requests, one at a time and together: compilation and capture are not measured."""
@@ -179,28 +182,43 @@ class StackBench:
                 window_s=0.0,
                 trace_every=1 << 30,
             )
-            self._processes.run(together)
+            with contextlib.suppress(StreamsNotLive):  # a first time may take long
+                self._processes.run(together)
 
     def measure(self, case: Case) -> list[Record]:
-        """Run one case; return its records. Raises SpecmeshError when a request failed."""
+        """Run one case; return its records. Raises SpecmeshError when a request failed.
+
+        Where prompts took longer than the warm-up, once more with a longer one.
+        """
         self._running.stack.check()
+        try:
+            return self._measure(case, self._limits.warm_up_s)
+        except StreamsNotLive:
+            return self._measure(case, LONGER_WARM_UP * self._limits.warm_up_s)
+
+    def _measure(self, case: Case, warm_up_s: float) -> list[Record]:
         self._key += 1
+        prompts = self._prompts[case.is_long]
+        # Every case goes on where the last one ended, so that prefix caches hold little of it.
+        first_prompt = self._next_prompt
         observed = self._processes.run(
             Load(
                 address=self._running.addresses[case.draft],
-                prompts=self._prompts[case.is_long],
+                prompts=prompts,
+                first_prompt=first_prompt,
                 options=GenerateOptions(
                     temperature=case.temperature,
                     max_tokens=self._limits.max_tokens,
                     num_draft_tokens=case.num_draft_tokens,
                 ),
                 num_streams=case.concurrency,
-                warm_up_s=self._limits.warm_up_s,
+                warm_up_s=warm_up_s,
                 window_s=self._limits.window_s,
                 trace_every=max(TRACE_EVERY, case.concurrency // TRACED_STREAMS),
                 key=self._key,
             )
         )
+        self._next_prompt = (first_prompt + len(observed.streams)) % len(prompts)
         return self._records(case, observed)
 
     def _records(self, case: Case, observed: Observed) -> list[Record]:

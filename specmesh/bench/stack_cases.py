@@ -17,6 +17,7 @@ from specmesh.tokenizer import Tokenizer
 
 CHAT_PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "chat.jsonl"
 FIXED_TOKENS = 4
+LONG_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ def chat_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def long_ids(tokenizer: Tokenizer, prompts: Sequence[str], num_tokens: int) -> list[list[int]]:
-    """As `chat_ids`, each message of so many prompts that it has at least num_tokens ids.
+    """As `chat_ids`, LONG_ROUNDS for each, each of so many prompts that it has num_tokens ids.
 
-    Each begins with its own number, so that no prefix is found in a cache.
+    Each begins with its own number, and there are more of them than a cache of prefixes holds.
     """
     return [
         next(
@@ -122,7 +123,7 @@ def long_ids(tokenizer: Tokenizer, prompts: Sequence[str], num_tokens: int) -> l
             for ids in _growing(tokenizer, prompts, first)
             if len(ids) >= num_tokens or len(ids) > 1 << 16
         )
-        for first in range(len(prompts))
+        for first in range(LONG_ROUNDS * len(prompts))
     ]
 
 

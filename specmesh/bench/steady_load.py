@@ -38,9 +38,10 @@ END_ALLOWANCE_S = 30.0  # beyond the window, after which a load process gives up
 class Load:
     """What the streams do. Times in seconds.
 
-    prompts: token ids; slot i begins with prompt i and goes round. The first request of each slot
-    is cut short by its share, so that later ones do not all begin and end together. trace_every: of
-    the requests, every how many is traced; key: tells traces of one run apart.
+    prompts: token ids; slot i begins with prompt first_prompt + i, and requests go round. The first
+    request of each slot is cut short by its share, so that later ones do not all begin and end
+    together. trace_every: of the requests, every how many is traced; key: tells traces of one run
+    apart.
     """
 
     address: str
@@ -49,6 +50,7 @@ class Load:
     num_streams: int
     warm_up_s: float
     window_s: float
+    first_prompt: int = 0
     trace_every: int = 4
     key: int = 0
 
@@ -92,6 +94,10 @@ class Observed:
     streams: list[Stream]
 
 
+class StreamsNotLive(NotReady):
+    """A stream had no token when the window began: nothing was measured."""
+
+
 class LoadProcesses:
     """Processes that make load. Started once, used for every case; as a context manager."""
 
@@ -129,8 +135,8 @@ class LoadProcesses:
     def run(self, load: Load) -> Observed:
         """Run one load; blocks for its warm-up and window.
 
-        Raises NotReady where a stream had no token before the window began, SpecmeshError for a
-        request that failed.
+        Raises StreamsNotLive where a stream had no token before the window began, SpecmeshError
+        for a request that failed.
         """
         processes = min(self._count, -(-load.num_streams // MAX_STREAMS_PER_PROCESS))
         starts_at = time.monotonic() + START_ALLOWANCE_S
@@ -151,7 +157,7 @@ def _check_live(load: Load, begins_s: float, streams: Sequence[Stream]) -> None:
         stream.slot for stream in streams if stream.messages and stream.messages[0][0] < begins_s
     }
     if len(live) < load.num_streams:
-        raise NotReady(
+        raise StreamsNotLive(
             f"{load.num_streams - len(live)} of {load.num_streams} streams had no token after "
             f"{load.warm_up_s:g} s: give a longer warm-up"
         )
@@ -198,7 +204,9 @@ async def _slot(stub: Any, load: Load, slot: int, ends_s: float, streams: list[S
         if turn == 0 and options.max_tokens is not None:
             share = (slot + 1) / load.num_streams
             options = replace(options, max_tokens=max(2, round(options.max_tokens * share)))
-        request = options.request(list(load.prompts[number % len(load.prompts)]))
+        request = options.request(
+            list(load.prompts[(load.first_prompt + number) % len(load.prompts)])
+        )
         traced = number % load.trace_every == 0
         trace_id, parent = trace_parent(load.key, number, sampled=traced)
         stream = Stream(slot, trace_id if traced else None, time.monotonic())
