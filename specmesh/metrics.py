@@ -377,6 +377,7 @@ class ServiceMetrics:
         """side: "draft" or "target", a label on every series that both export."""
         registry = self.registry = CollectorRegistry()
         self._side = side
+        self._answered: dict[tuple[str, str], Counter] = {}  # by command and outcome
         self.commands = Counter(
             "specmesh_commands",
             "Commands answered",
@@ -421,7 +422,11 @@ class ServiceMetrics:
 
     def observe_command(self, command: str, outcome: str, queue_us: int) -> None:
         """Count one answer. outcome: "ok", "deferred" or the reason of the error."""
-        self.commands.labels(self._side, command, outcome).inc()
+        answered = self._answered.get((command, outcome))
+        if answered is None:  # looking a series up takes longer than counting
+            answered = self.commands.labels(self._side, command, outcome)
+            self._answered[command, outcome] = answered
+        answered.inc()
         self.queue_time.observe(queue_us * 1e-6)
 
     def observe_forward(self, forward_us: int, batch_size: int, num_rows: int) -> None:
