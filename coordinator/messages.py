@@ -313,13 +313,13 @@ class SessionPlan:
     max_failovers: int = 5
 
     @property
-    def shows_stops_in_time(self) -> bool:
-        """Whether a command of several plain steps could bend the law by when it is answered.
+    def hides_stops(self) -> bool:
+        """Whether several plain steps must take their full time, stop id or not.
 
-        A stop id ends it early. Were this replica lost in between, only the sequences without one
-        would be drawn again, and with other noise where a draft is back by then (DESIGN section 2,
-        rule 12). Coupled and greedy draws repeat themselves, and so do those of a request that
-        never drafts.
+        Answered early, a command would tell of a stop. Were this replica lost in between, only the
+        sequences without one would be drawn again, and with other noise where a draft is back by
+        then (DESIGN section 2, rule 12). Coupled and greedy draws repeat themselves, and so do
+        those of a request that never drafts.
         """
         drafts = self.num_draft_tokens != 0
         return self.rule is Rule.RESIDUAL and drafts and bool(self.stop_ids)

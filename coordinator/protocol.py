@@ -295,7 +295,7 @@ class Session:
         assert current is not None
         current.drop_candidates(fallback)
         current.audit = self._is_audited()
-        if self.plan.decide_here or current.audit or self.plan.shows_stops_in_time:
+        if self.plan.decide_here or current.audit:
             current.num_steps = 1
         else:
             room = self.plan.max_len - current.base_len

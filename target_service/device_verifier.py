@@ -35,7 +35,7 @@ from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, Field
 from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
 from specmesh.errors import NumericFault
-from target_service.verifier import Verifying
+from target_service.verifier import Verifying, go_on, pass_time
 
 MAX_STOP_IDS = 16  # a session with more is decided by the role
 ID_BUCKETS = (256, wire.MAX_SPARSE_IDS)
@@ -177,7 +177,7 @@ class DeviceVerifier:
     def num_wanted(self, task: Task) -> int:
         """Tokens of plain decoding still to come; one pass for a round with candidates."""
         verifying: Verifying = task.role_state
-        return max(1, verifying.num_steps - len(verifying.verdict.tokens))
+        return max(1, verifying.num_steps - verifying.steps_done)
 
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
         """The longest chain that most of the step's sessions can use to its end.
@@ -260,6 +260,8 @@ class DeviceVerifier:
     ) -> target_pb2.Verdict | None:
         """The verdict, or None while plain decoding goes on. Raises NumericFault."""
         verifying: Verifying = task.role_state
+        if verifying.stopped:
+            return pass_time(task, num_passes)
         ledger, stop_ids = task.session.ledger, task.session.shaper.stop_ids
         verdict, candidates = verifying.verdict, verifying.candidates
         num_believed = len(candidates.tokens)
@@ -293,17 +295,13 @@ class DeviceVerifier:
         task.is_tainted |= bool(step.faults[index, slot, unjudged].any())
         ledger.settle(num_accepted)
         ledger.extend(emitted)
-        if num_passes > 1:
+        if len(emitted) > 1 and not candidates.tokens:
             ledger.wrote(ledger.confirmed_len - 1)  # all but the last were fed in this chain
         verdict.tokens.extend(emitted)
         task.fed.clear()
         task.num_rows = 1
-        done = (
-            len(verdict.tokens) >= verifying.num_steps
-            or bool(candidates.tokens)
-            or emitted[-1] in stop_ids
-        )
-        return verdict if done else None
+        verifying.stopped = emitted[-1] in stop_ids
+        return go_on(task, num_passes)
 
 
 def _closing(num_accepted: int, num_emitted: int, num_believed: int) -> target_pb2.Closing:

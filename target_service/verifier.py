@@ -36,7 +36,8 @@ Verdict = target_pb2.Verdict
 class Verifying:
     """A verdict in the making. num_steps: tokens of plain decoding; 1 with candidates.
 
-    on_device: the device decides (target_service/device_verifier.py).
+    steps_done: passes taken. stopped: a stop id was emitted. on_device: the device decides
+    (target_service/device_verifier.py).
     """
 
     candidates: Candidates
@@ -44,6 +45,8 @@ class Verifying:
     at_coordinator: bool
     audit: bool
     on_device: bool = False
+    steps_done: int = 0
+    stopped: bool = False
     verdict: Verdict = field(default_factory=target_pb2.Verdict)
 
 
@@ -195,6 +198,8 @@ class Verifier:
 
     def _decide(self, task: Task, logits: Tensor) -> Verdict | None:
         session, verifying = task.session, task.role_state
+        if verifying.stopped:
+            return pass_time(task, 1)
         ledger, candidates = session.ledger, verifying.candidates
         base_len = ledger.confirmed_len  # grows with every step of plain decoding
         rows = session.shaper.rows(logits, ledger.tokens, candidates.tokens)
@@ -212,9 +217,8 @@ class Verifier:
         task.fed.clear()
         task.num_rows = 1
         verdict.tokens.extend(decision.tokens)
-        stopped = decision.tokens[-1] in session.shaper.stop_ids
-        done = len(verdict.tokens) >= verifying.num_steps or bool(candidates.tokens) or stopped
-        return verdict if done else None
+        verifying.stopped = decision.tokens[-1] in session.shaper.stop_ids
+        return go_on(task, 1)
 
     def _has_fault(self, logits: Tensor) -> bool:
         """Whether rows that nobody judged hold NaN or +inf: so may the K/V of their tokens."""
@@ -312,6 +316,25 @@ class Verifier:
         if answer.HasField("redraw_mismatch"):
             attributes[Key.REDRAW_MISMATCH] = answer.redraw_mismatch
         return attributes
+
+
+def go_on(task: Task, num_passes: int) -> Verdict | None:
+    """The verdict once its steps are taken, else None: one more token is fed.
+
+    After a stop id, a session that hides stops takes the steps left all the same (`pass_time`).
+    """
+    verifying: Verifying = task.role_state
+    verifying.steps_done += num_passes
+    ends_early = verifying.stopped and not task.session.opening.hides_stops
+    done = verifying.steps_done >= verifying.num_steps or ends_early
+    return verifying.verdict if done else None
+
+
+def pass_time(task: Task, num_passes: int) -> Verdict | None:
+    """Steps after a stop id: the token is fed again and again, nothing is drawn or kept."""
+    ledger = task.session.ledger
+    ledger.drop_kv(ledger.confirmed_len - 1)
+    return go_on(task, num_passes)
 
 
 def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Closing:

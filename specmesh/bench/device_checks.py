@@ -273,6 +273,7 @@ def main(argv: list[str]) -> int:
     else:
         sequences = sorted(prompts, key=len)[-options.sequences :]
         folders = (options.target, options.draft)
+        torch.cuda.set_device(options.device)  # Triton launches on the current device
         on_gpu = [
             load_decoder(folder, torch.bfloat16, options.device, fused=True) for folder in folders
         ]

@@ -35,12 +35,12 @@ class Buckets:
     def covering(
         cls, *, max_seqs: int, max_query_len: int, max_long_rows: int, max_context_len: int
     ) -> Buckets:
-        """Powers of two up to 64 sequences, every query length, long segments by factors of four,
+        """Powers of two of sequences, and from 64 of rows of a long segment; every query length;
         contexts of 1024 (one chunk of attention: no partial sums) and of all that is allowed."""
         return cls(
             num_seqs=_powers(1, min(max_seqs, MAX_SEQS), 2),
             max_query_lens=tuple(range(1, max_query_len + 1)),
-            long_rows=_powers(64, max_long_rows, 4),
+            long_rows=_powers(64, max_long_rows, 2),
             contexts=_powers(1024, max_context_len, max(2, max_context_len)),
         )
 
@@ -104,7 +104,7 @@ class ProgramExecutor:
         num_slow = num_tokens = 0
         for launch in self._launches(step.segments):
             segments = launch.segments
-            wanted = self._num_wanted(segments, step.num_holders)
+            wanted = self._num_wanted(launch, step.num_holders)
             program = self._program(launch, max(wanted))
             num_rows = self._pack(program, launch, wanted)
             num_tokens += num_rows
@@ -138,12 +138,15 @@ class ProgramExecutor:
     def warm_up(self, lengths: Sequence[int]) -> None:
         """Capture the programs that serving starts with. `lengths` are the reference path's."""
         del lengths
+        on = self._device.decoder.device
+        if on.index is not None:
+            torch.cuda.set_device(on)  # Triton launches on the thread's own device
         buckets, side = self._buckets, self._side
         shapes = side.base_shapes(buckets.num_seqs, buckets.contexts)
-        queries, ids = side.round_up(1, 0)
         shapes += [
-            StepShape(num_seqs, queries, long_rows, 1, queries, context, ids)
+            StepShape(num_seqs, queries, long_rows, 1, 1, context)
             for num_seqs in dict.fromkeys((buckets.num_seqs[0], buckets.num_seqs[-1]))
+            for queries in buckets.max_query_lens[:2]
             for long_rows in buckets.long_rows
             for context in buckets.contexts
         ]
@@ -176,10 +179,12 @@ class ProgramExecutor:
             launches[0] = _Launch(launches[0].short, long.pop(0))
         return launches + [_Launch([], segment) for segment in long]
 
-    def _num_wanted(self, segments: Sequence[Segment], num_holders: int) -> list[int]:
+    def _num_wanted(self, launch: _Launch, num_holders: int) -> list[int]:
         """Tokens to draw for each segment in one chain; 1 each unless all can go on."""
-        side = self._side
-        if not all(s.is_last and s.num_rows and side.takes(s.task) for s in segments):
+        side, segments = self._side, launch.segments
+        if launch.long is not None or not all(
+            s.is_last and s.num_rows and side.takes(s.task) for s in segments
+        ):
             return [1] * len(segments)
         wanted = [side.num_wanted(segment.task) for segment in segments]
         chain = side.chain_len(wanted, num_holders)

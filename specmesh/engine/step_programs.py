@@ -31,6 +31,9 @@ from specmesh.engine.step_buffers import Field, StepBuffer
 
 logger = logging.getLogger(__name__)
 
+MARGIN_S = 0.0003  # how long before the usual end of a step the host looks for work once more
+USUAL_WEIGHT = 0.1
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
@@ -155,6 +158,7 @@ class StepProgram:
         self._graph: torch.cuda.CUDAGraph | None = None
         make_event: Any = torch.cuda.Event  # untyped in torch
         self._done = make_event() if device.type == "cuda" else None
+        self._usual_s = 0.0  # how long the device takes: an exponential average
         self.reset()
 
     @property
@@ -175,7 +179,8 @@ class StepProgram:
     def run(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Send the inputs, compute, fetch the outputs; blocks until the device is done.
 
-        meanwhile is called over and over while the device works: the host's own work overlaps.
+        meanwhile is called when the device has work, and again shortly before it should be done:
+        what the host does there overlaps.
         """
         self.buffers.inputs.upload()
         if self._graph is not None:
@@ -183,12 +188,19 @@ class StepProgram:
         else:
             self._compute()
         self.buffers.outputs.download()
+        if self._done is None:
+            meanwhile()
+            return
+        started = time.perf_counter()
+        self._done.record()
         meanwhile()
-        if self._done is not None:
-            self._done.record()
-            while not self._done.query():
-                meanwhile()
-                time.sleep(0)  # lets other threads have the interpreter
+        ahead_s = self._usual_s - MARGIN_S - (time.perf_counter() - started)
+        if ahead_s > MARGIN_S:
+            time.sleep(ahead_s)  # other threads have the interpreter: frames arrive meanwhile
+            meanwhile()
+        self._done.synchronize()
+        spent_s = time.perf_counter() - started
+        self._usual_s += USUAL_WEIGHT * (spent_s - self._usual_s)
 
     @torch.inference_mode()
     def capture(self, pool: Any) -> None:

@@ -124,6 +124,10 @@ class Caller:
 
     def work(self, **fields: Any) -> Any:
         """One Propose or Verify from the whole prefix; returns the answer."""
+        return self.ask(self.command(**fields))
+
+    def command(self, **fields: Any) -> Any:
+        """One Propose or Verify from the whole prefix."""
         self.round += 1
         digest = extend_digest(EMPTY_DIGEST, self.tokens)
         prefix = session_pb2.PrefixUpdate(
@@ -134,10 +138,8 @@ class Caller:
             prefix_digest=digest,
         )
         if self.side == "draft":
-            command = self._command(propose=draft_pb2.Propose(prefix=prefix, **fields))
-        else:
-            command = self._command(verify=target_pb2.Verify(prefix=prefix, **fields))
-        return self.ask(command)
+            return self._command(propose=draft_pb2.Propose(prefix=prefix, **fields))
+        return self._command(verify=target_pb2.Verify(prefix=prefix, **fields))
 
 
 def same_verdict(got: Any, wanted: Any) -> None:
@@ -177,6 +179,7 @@ def same_proposal(got: Any, wanted: Any) -> None:
 class Pairs:
     """A reference and a device engine of each side, over the same weights."""
 
+    folders: dict[str, Path]
     engines: dict[tuple[str, bool], Engine]
     links: dict[tuple[str, bool], AnswerQueue] = field(default_factory=dict)
     num_sessions: int = 0
@@ -201,13 +204,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Pai
         for seed, side in enumerate(("draft", "target"))
     }
     made = Pairs(
+        folders,
         {
             (side, on_device): make_engine(
                 side, folder, device, on_device=on_device, pages=NUM_PAGES
             )
             for side, folder in folders.items()
             for on_device in (False, True)
-        }
+        },
     )
     for engine in made.engines.values():
         engine.start()
@@ -254,20 +258,87 @@ def follow(callers: dict[tuple[str, bool], Caller], verdict: Any, sides: str) ->
             caller.known, caller.accepted = base_len, verdict.num_accepted
 
 
-SAMPLINGS = {
-    "plain": {"temperature": 1.0},
-    "cool": {"temperature": 0.5},
-    "filtered": {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-    "greedy": {"temperature": 0.0},
-    "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+RESIDUAL, COUPLED = 1, 2
+# (sampling parameters, rule): the last two are left to the role, from the device's rows.
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "residual": ({"temperature": 1.0}, RESIDUAL),
+    "filtered": ({"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.02}, RESIDUAL),
+    "coupled": ({"temperature": 1.0}, COUPLED),
+    "greedy": ({"temperature": 0.0}, RESIDUAL),
+    "penalised": ({"temperature": 1.0, "repetition_penalty": 1.3}, RESIDUAL),
 }
 
 
-@pytest.mark.parametrize("rule", [1, 2], ids=["residual", "coupled"])
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_rounds_are_those_of_the_reference_engine(pairs: Pairs, name: str, rule: int) -> None:
-    """Proposals and verdicts of a few rounds are equal, whatever the sampling parameters."""
-    fields = {"top_p": 1.0, "repetition_penalty": 1.0, **SAMPLINGS[name]}
-    sampling = session_pb2.SamplingParams(seed=2**63 + 5, **fields)
-    callers = pairs.session(random_tokens(21, seed=3), sampling, rule)
+def params(**fields: Any) -> session_pb2.SamplingParams:
+    """Sampling parameters; what is not given is off."""
+    return session_pb2.SamplingParams(
+        **{"seed": 2**63 + 5, "top_p": 1.0, "repetition_penalty": 1.0, **fields}
+    )
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_rounds_are_those_of_the_reference_engine(pairs: Pairs, name: str) -> None:
+    """Proposals and verdicts of two rounds are equal, whatever the sampling parameters."""
+    fields, rule = WAYS[name]
+    callers = pairs.session(random_tokens(21, seed=3), params(**fields), rule)
     run_rounds(callers, [2, 3])
+
+
+def test_a_lying_row_is_found_and_decided_without_it(pairs: Pairs) -> None:
+    """A candidate that its row and noise do not give: no candidate counts, on either engine."""
+    callers = pairs.session(random_tokens(19, seed=4), params(temperature=1.0), RESIDUAL)
+    first = [caller.work(num_steps=1, decide_at=1) for caller in targets(callers)]
+    follow(callers, first[0].verdict, "target")
+    proposal = callers["draft", True].work(num_draft_tokens=2).proposal
+    lied = [proposal.tokens[0], (proposal.tokens[1] + 1) % VOCAB]
+    verdicts = [
+        caller.work(candidates=lied, distributions=proposal.distributions, decide_at=1)
+        for caller in targets(callers)
+    ]
+    same_verdict(verdicts[1], verdicts[0])
+    assert [each.verdict.redraw_mismatch for each in verdicts] == [1, 1]
+    assert verdicts[1].verdict.num_accepted == 0
+
+
+def test_plain_decoding_in_chains_is_step_by_step(pairs: Pairs) -> None:
+    """Six tokens in one command: a chain of four passes and two single ones, and a stop id."""
+    prompt = random_tokens(17, seed=5)
+    callers = pairs.session(prompt, params(temperature=1.0), RESIDUAL)
+    verdicts = [caller.work(num_steps=6, decide_at=1) for caller in targets(callers)]
+    same_verdict(verdicts[1], verdicts[0])
+    tokens = list(verdicts[0].verdict.tokens)
+    stop = next(token for token in tokens[1:] if token != tokens[0])
+    stopped = pairs.session(prompt, params(temperature=1.0, stop_token_ids=[stop]), RESIDUAL)
+    verdicts = [caller.work(num_steps=6, decide_at=1) for caller in targets(stopped)]
+    same_verdict(verdicts[1], verdicts[0])
+    assert verdicts[1].verdict.tokens[-1] == stop
+    assert verdicts[1].verdict.closing == verdicts[0].verdict.closing
+
+
+def test_a_pool_too_small_for_all_preempts_and_loses_nothing(pairs: Pairs, device: str) -> None:
+    """Three sessions at a time in pages for two: all answer what they answer with pages enough."""
+    folder = pairs.folders["target"]
+    tight = make_engine("target", folder, device, on_device=True, pages=5)
+    tight.start()
+    try:
+        roomy = pairs.engines["target", False]
+        prompts = [random_tokens(20 + i, seed=20 + i) for i in range(3)]
+        answers = []
+        for engine in (roomy, tight):
+            link = AnswerQueue()
+            callers = [Caller("target", engine, link, 900 + i, p) for i, p in enumerate(prompts)]
+            for caller in callers:
+                caller.open(params(temperature=1.0), RESIDUAL)
+            commands = [caller.command(num_steps=16, decide_at=1) for caller in callers]
+            assert engine.submit(link, commands)
+            verdicts: dict[str, list[int]] = {}
+            while len(verdicts) < len(callers):
+                result = link.results.get(timeout=ANSWER_S)
+                assert result.WhichOneof("result") in ("verdict", "deferred"), result
+                if result.HasField("verdict"):
+                    verdicts[result.session_id] = list(result.verdict.tokens)
+            answers.append(verdicts)
+            engine.end_link(link)
+        assert answers[0] == answers[1]
+    finally:
+        tight.stop()
