@@ -301,6 +301,8 @@ class SessionPolicy:
         self._seen_at: int | None = None
         self._kept: int | None = None
         phase = shared.next_phase()
+        # A pace of its own, in (0.5, 1]: sessions that change k together do not stay in step.
+        self._pace = 1.0 - phase / (2.0 * RETRY_ROUNDS)
         self._since_draft = self._since_plain = phase
         self._since_longer = phase % LONGER_ROUNDS
 
@@ -326,11 +328,11 @@ class SessionPolicy:
 
     def _drafts_again(self) -> bool:
         """Whether to try candidates although none pay. Soon while little is known of them."""
-        return self._since_draft >= RETRY_ROUNDS * self._shared.known(0) ** 3
+        return self._since_draft >= self._pace * RETRY_ROUNDS * self._shared.known(0) ** 3
 
     def _decodes_again(self) -> bool:
         """Whether to decode plainly although candidates pay."""
-        return self._since_plain >= RETRY_ROUNDS
+        return self._since_plain >= self._pace * RETRY_ROUNDS
 
     def _longer_again(self) -> bool:
         """Whether to try one candidate more than the best.
@@ -339,8 +341,8 @@ class SessionPolicy:
         """
         kept = self._kept or 0
         survival = self.expected_tokens(kept) - self.expected_tokens(max(0, kept - 1))
-        known = self._shared.known(kept)
-        return self._since_longer >= LONGER_ROUNDS * max(0.125, known, 1.0 - survival)
+        wait = max(0.125, self._shared.known(kept), 1.0 - survival)
+        return self._since_longer >= self._pace * LONGER_ROUNDS * wait
 
     def rates(self, num_draft_tokens: int) -> list[float]:
         """Conditional acceptance of each candidate of a block."""
