@@ -25,7 +25,7 @@ from coordinator.policy import SharedPolicy
 from coordinator.service import SERVICE_NAME, GenerationServicer, Parts
 from coordinator.tenants import Tenants
 from protos.specmesh.v1 import generation_pb2_grpc
-from specmesh.allocator import keep_freed_memory
+from specmesh.allocator import keep_freed_memory, keep_started_objects
 from specmesh.config import CoordinatorSettings
 from specmesh.errors import ConfigError, NotReady
 from specmesh.metrics import CoordinatorMetrics
@@ -132,6 +132,7 @@ class CoordinatorReplica:
         await self._listen(self._servicer)
         await fleet.start()
         self._fleet = fleet
+        keep_started_objects()
         await self._health.set_ready(ready=True)
         logger.info("ready", extra={"port": self.port, "model": settings.model_name})
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import grpc
+import torch
 
 from draft_service.proposer import Proposer
 from draft_service.service import SERVICE_NAME, DraftServicer
@@ -16,7 +17,6 @@ from protos.specmesh.v1 import draft_pb2, draft_pb2_grpc
 from specmesh.config import DraftSettings, load_settings
 from specmesh.engine import serving
 from specmesh.engine.executor import MAX_SLOTS
-from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
 from specmesh.metrics import ServiceMetrics
 
@@ -29,14 +29,14 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
 def side_of(settings: DraftSettings) -> serving.Side:
     """What makes a service process the draft's."""
 
-    def make_device_side(model: LoadedModel, _metrics: ServiceMetrics) -> Any:
+    def make_device_side(vocab_size: int, device: torch.device, _metrics: ServiceMetrics) -> Any:
         from draft_service.device_proposer import DeviceProposer  # imports Triton
 
         return DeviceProposer(
-            model.limits.vocab_size,
+            vocab_size,
             MAX_SLOTS,
             settings.engine.max_num_draft_tokens,
-            model.device.decoder.device,
+            device,
         )
 
     return serving.Side(

@@ -8,8 +8,9 @@ or programs' layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class DraftSampler:
     """One draw a sequence and pass; see `step_programs.Sampler`."""
 
     def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.max_seqs = vocab_size, max_seqs
         self._scratch = workspace(max_seqs, device)
 
     def input_fields(self, shape: StepShape) -> Sequence[Field]:
@@ -109,6 +110,10 @@ class DeviceProposer:
         self.sampler = DraftSampler(vocab_size, max_seqs, device)
         self._pass_counts = tuple(range(1, max_num_draft_tokens + 1))
 
+    def make_sampler(self) -> Callable[[torch.device], DraftSampler]:
+        """Makes such samplers in other processes."""
+        return partial(DraftSampler, self.sampler.vocab_size, self.sampler.max_seqs)
+
     def takes(self, task: Task) -> bool:
         """Whether the session's rows follow from logits and filters alone, and are sent sparse."""
         session = task.session
@@ -140,11 +145,10 @@ class DeviceProposer:
     def base_shapes(self, num_seqs: Sequence[int], contexts: Sequence[int]) -> list[StepShape]:
         """Every chain length at every batch, from one or two tokens fed."""
         return [
-            StepShape(count, MAX_CATCH_UP, 0, passes, 1, context, 0, filtered)
+            StepShape(count, MAX_CATCH_UP, 0, passes, 1, context)
             for count in num_seqs
             for passes in self._pass_counts
             for context in contexts
-            for filtered in (False, True)
         ]
 
     def clear(self, host: HostArrays) -> None:

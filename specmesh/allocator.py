@@ -1,4 +1,4 @@
-"""The C allocator's habits, set once per process for code that makes large short-lived arrays.
+"""Memory habits of a long-lived process: the C allocator and the garbage collector, set once.
 
 By default glibc maps every block above 128 KiB afresh and gives it back when freed, so each row
 over a vocabulary (200 kB and more) pays a page fault per 4 KiB. On a virtual machine that costs
@@ -9,6 +9,7 @@ mallopt(3).
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 
 _M_TRIM_THRESHOLD = -1
@@ -32,3 +33,13 @@ def keep_freed_memory() -> bool:
         return False
     kept = mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BLOCK_BYTES)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, MAX_KEPT_BYTES))
+
+
+def keep_started_objects() -> None:
+    """Take what a process has loaded by now out of every later garbage collection.
+
+    Modules and models are hundreds of thousands of objects that live to the end; a full collection
+    that walks them stops all threads for tens of milliseconds, in the middle of a round.
+    """
+    gc.collect()
+    gc.freeze()

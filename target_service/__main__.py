@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import grpc
+import torch
 
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
 from specmesh.config import TargetSettings, load_settings
@@ -30,14 +31,14 @@ def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:
 def side_of(settings: TargetSettings) -> serving.Side:
     """What makes a service process the target's."""
 
-    def make_device_side(model: LoadedModel, metrics: ServiceMetrics) -> Any:
+    def make_device_side(vocab_size: int, device: torch.device, metrics: ServiceMetrics) -> Any:
         from target_service.device_verifier import DeviceVerifier  # imports Triton
 
         return DeviceVerifier(
-            model.limits.vocab_size,
+            vocab_size,
             MAX_SLOTS,
             settings.engine.max_num_draft_tokens,
-            model.device.decoder.device,
+            device,
             metrics.redraw_mismatches.inc,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ class TargetSampler:
     """The decision on every sequence; see `step_programs.Sampler`."""
 
     def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.max_seqs = vocab_size, max_seqs
         self._scratch = workspace(max_seqs, device)
 
     def input_fields(self, shape: StepShape) -> Sequence[Field]:
@@ -154,6 +155,10 @@ class DeviceVerifier:
         self.sampler = TargetSampler(vocab_size, max_seqs, device)
         self._max_num_draft_tokens = max_num_draft_tokens
 
+    def make_sampler(self) -> Callable[[torch.device], TargetSampler]:
+        """Makes such samplers in other processes."""
+        return partial(TargetSampler, self.sampler.vocab_size, self.sampler.max_seqs)
+
     def takes(self, task: Task) -> bool:
         """Whether verdict and report follow from logits, filters and sparse rows alone."""
         verifying: Verifying = task.role_state
@@ -202,23 +207,23 @@ class DeviceVerifier:
         return rows, ids, filtered
 
     def round_up(self, rows_per_seq: int, num_ids: int) -> tuple[int, int]:
-        """Every number of rows has its own program; ids come in two sizes."""
-        return rows_per_seq, next((size for size in (0, *ID_BUCKETS) if size >= num_ids), num_ids)
+        """Rows of 0, 1, 2, 4, 8 candidates, ids of two sizes: each is a kernel of its own."""
+        rows = rows_per_seq if rows_per_seq < 2 else 1 + (1 << (rows_per_seq - 2).bit_length())
+        return rows, next((size for size in (0, *ID_BUCKETS) if size >= num_ids), num_ids)
 
     def base_shapes(self, num_seqs: Sequence[int], contexts: Sequence[int]) -> list[StepShape]:
         """Plain decoding in every chain, and rounds of every k."""
-        all_rows = range(2, self._max_num_draft_tokens + 2)
+        most = self._max_num_draft_tokens + 1
+        all_rows = sorted({self.round_up(rows, 0)[0] for rows in range(2, most + 1)})
         cells = [(count, context) for count in num_seqs for context in contexts]
         return [
-            StepShape(count, 1, 0, passes, 1, context, 0, filtered)
+            StepShape(count, 1, 0, passes, 1, context)
             for count, context in cells
             for passes in PASS_COUNTS
-            for filtered in (False, True)
         ] + [
-            StepShape(count, rows, 0, 1, rows, context, ID_BUCKETS[-1], filtered)
+            StepShape(count, rows, 0, 1, rows, context, ID_BUCKETS[-1])
             for count, context in cells
             for rows in all_rows
-            for filtered in (False, True)
         ]
 
     def clear(self, host: HostArrays) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.bench import versions
+from specmesh.engine.compile_ahead import RandomWeights
 from specmesh.engine.decoder import Decoder
-from specmesh.engine.families import ModelSpec, spec_from_config
+from specmesh.engine.families import spec_from_config
 from specmesh.engine.kv_cache import PAGE_SIZE
 from specmesh.engine.step_programs import ProgramSet, Sampler, StepProgram, StepShape
 from specmesh.engine.weights import expected_shapes
@@ -51,28 +52,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192, "rope_theta": 100000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-
-
-class RandomWeights:
-    """Stands in for a checkpoint: normal weights of scale 0.02, made where they are used."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes = dict(expected_shapes(spec))
-        self._dtype, self._device = dtype, device
-
-    def check(self, _spec: ModelSpec, *, shared_embedding: bool = False) -> None:
-        """Fits by construction."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def tensor(self, name: str) -> Tensor:
-        """A new tensor; norms are ones."""
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        weights = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return weights.normal_(0.0, 0.02)
 
 
 @dataclass(frozen=True, slots=True)

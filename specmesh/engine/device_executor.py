@@ -35,11 +35,11 @@ class Buckets:
     def covering(
         cls, *, max_seqs: int, max_query_len: int, max_long_rows: int, max_context_len: int
     ) -> Buckets:
-        """Powers of two of sequences, and from 64 of rows of a long segment; every query length;
-        contexts of 1024 (one chunk of attention: no partial sums) and of all that is allowed."""
+        """Powers of two of sequences, and from 64 of rows of a long segment; query lengths of 1, 2,
+        3, 5, 9; contexts of 1024 (one chunk of attention: no partial sums) and of all allowed."""
         return cls(
             num_seqs=_powers(1, min(max_seqs, MAX_SEQS), 2),
-            max_query_lens=tuple(range(1, max_query_len + 1)),
+            max_query_lens=(1, *(1 + size for size in _powers(1, max_query_len - 1, 2))),
             long_rows=_powers(64, max_long_rows, 2),
             contexts=_powers(1024, max_context_len, max(2, max_context_len)),
         )
@@ -141,16 +141,7 @@ class ProgramExecutor:
         on = self._device.decoder.device
         if on.index is not None:
             torch.cuda.set_device(on)  # Triton launches on the thread's own device
-        buckets, side = self._buckets, self._side
-        shapes = side.base_shapes(buckets.num_seqs, buckets.contexts)
-        shapes += [
-            StepShape(num_seqs, queries, long_rows, 1, 1, context)
-            for num_seqs in dict.fromkeys((buckets.num_seqs[0], buckets.num_seqs[-1]))
-            for queries in buckets.max_query_lens[:2]
-            for long_rows in buckets.long_rows
-            for context in buckets.contexts
-        ]
-        self.programs.capture(shapes)
+        self.programs.capture(start_shapes(self._side, self._buckets))
         cost = self.programs.cost
         logger.info(
             "captured the steps",
@@ -276,6 +267,17 @@ class ProgramExecutor:
 
     def _commit(self, task: Task, slot: int, count: int, decided: Any) -> tuple[Any]:
         return (isolated(self._side.commit, task, slot, count, decided),)
+
+
+def start_shapes(side: DeviceSide, buckets: Buckets) -> list[StepShape]:
+    """What serving starts with: the role's steps, and chunks of a prompt beside few or many."""
+    return side.base_shapes(buckets.num_seqs, buckets.contexts) + [
+        StepShape(num_seqs, queries, long_rows, 1, 1, context)
+        for num_seqs in dict.fromkeys((buckets.num_seqs[0], buckets.num_seqs[-1]))
+        for queries in buckets.max_query_lens[:2]
+        for long_rows in buckets.long_rows
+        for context in buckets.contexts
+    ]
 
 
 def _bucket(size: int, buckets: Sequence[int]) -> int:

@@ -8,10 +8,11 @@ rows: nothing is approximated. Must not know programs' buffers beyond their name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from kernels.sampling import Rule
 from specmesh.engine.scheduler import Segment, Task
@@ -26,6 +27,9 @@ class DeviceSide(Protocol):
     """A role's decisions on the device. Called on the engine's worker thread only."""
 
     sampler: Sampler
+
+    def make_sampler(self) -> Callable[[torch.device], Sampler]:
+        """Makes such samplers in other processes: picklable."""
 
     def takes(self, task: Task) -> bool:
         """Whether the device decides this task; the role does otherwise."""

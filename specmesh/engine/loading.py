@@ -18,7 +18,7 @@ import torch
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import EngineSettings
 from specmesh.engine.block_pool import BlockPool
-from specmesh.engine.decoder import check_placement, load_decoder
+from specmesh.engine.decoder import Decoder, check_placement, load_decoder
 from specmesh.engine.executor import Device
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache, page_bytes
@@ -104,29 +104,37 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         total_pages=num_pages,
         page_size=settings.page_size,
     )
-    info = session_pb2.ModelInfo(
+    info = _describe(settings, decoder, tokenizer.vocab_hash, limits)
+    return LoadedModel(
+        Device(decoder, cache, BlockPool(num_pages, settings.page_size)), limits, info
+    )
+
+
+def _describe(
+    settings: EngineSettings, decoder: Decoder, vocab_hash: int, limits: Limits
+) -> session_pb2.ModelInfo:
+    """What the service says about its model."""
+    spec, folder = decoder.spec, settings.model
+    return session_pb2.ModelInfo(
         model=folder.resolve().name,
         fingerprint=decoder.fingerprint,
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
-        vocab_hash=tokenizer.vocab_hash,
+        vocab_hash=vocab_hash,
         bos_token_id=spec.bos_id,
         eos_token_ids=spec.eos_ids,
-        max_context_len=context_len,
+        max_context_len=limits.max_context_len,
         max_sessions=settings.max_sessions,
         page_size=settings.page_size,
-        total_pages=num_pages,
+        total_pages=limits.total_pages,
         max_num_draft_tokens=settings.max_num_draft_tokens,
         device=_device_name(settings.device),
         device_id=_device_id(settings.device),
-        dtype=dtype_name,
+        dtype=dtype_of(settings),
         # Without the contract, matrix products of other batch shapes may round otherwise.
         numeric_contract="invariant" if decoder.is_invariant else "batch-dependent",
         tokenizer=str(folder),
         version=installed_version(),
-    )
-    return LoadedModel(
-        Device(decoder, cache, BlockPool(num_pages, settings.page_size)), limits, info
     )
 
 

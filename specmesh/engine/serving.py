@@ -22,15 +22,15 @@ import grpc
 import torch
 
 from protos.specmesh.v1 import session_pb2
-from specmesh.allocator import keep_freed_memory
+from specmesh.allocator import keep_freed_memory, keep_started_objects
 from specmesh.config import DraftSettings, EngineSettings, ServerSettings, TargetSettings
 from specmesh.engine.commands import Observers
 from specmesh.engine.executor import Device, Executor, StepExecutor
+from specmesh.engine.families import read_spec
 from specmesh.engine.links import LinkOptions, LinkServer
-from specmesh.engine.loading import LoadedModel, load_model
+from specmesh.engine.loading import DTYPES, LoadedModel, dtype_of, is_fused, load_model
 from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
-from specmesh.engine.sessions import Limits
 from specmesh.errors import InternalError, NotReady
 from specmesh.logs import configure_logging
 from specmesh.metrics import ServiceMetrics
@@ -44,6 +44,7 @@ from specmesh.rpc import (
     server_credentials,
 )
 from specmesh.telemetry import Telemetry
+from specmesh.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Side:
 
     service_name: full gRPC name. response_type: message of the link. register: adds the servicer to
     a server. make_role: builds the role for a loaded model, its metrics and, where the device
-    decides, its device side, which make_device_side builds.
+    decides, its device side, which make_device_side builds for a vocabulary and device.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Side:
     response_type: type[Any]
     register: Callable[[ServiceState, grpc.aio.Server], None]
     make_role: Callable[[LoadedModel, ServiceMetrics, Any], Role]
-    make_device_side: Callable[[LoadedModel, ServiceMetrics], Any]
+    make_device_side: Callable[[int, torch.device, ServiceMetrics], Any]
 
 
 class ServiceProcess:
@@ -130,6 +131,7 @@ class ServiceProcess:
         try:
             await self._listen()
             engine, links = await self._load(telemetry)
+            keep_started_objects()
             await self._health.set_ready(ready=True)
             self.ready.set()
             logger.info("ready", extra={"port": self.port, "model": self._state.info.model})
@@ -171,6 +173,8 @@ class ServiceProcess:
         loop = asyncio.get_running_loop()
         server = self._settings.server
         engine_settings: EngineSettings = self._settings.engine
+        if runs_captured(engine_settings):
+            await asyncio.to_thread(compile_for, engine_settings, self._side)
         model = await asyncio.to_thread(load_model, engine_settings)
         info = model.info
         info.instance_id = self._instance_id
@@ -178,8 +182,12 @@ class ServiceProcess:
         clock_ns, unix_offset_ns = system_clocks()
         device_side, make_executor = None, None
         if model.device.decoder.is_fused:
-            device_side = self._side.make_device_side(model, self._metrics)
-            make_executor = program_executor(device_side, model.limits, engine_settings)
+            device_side = self._side.make_device_side(
+                model.limits.vocab_size, model.device.decoder.device, self._metrics
+            )
+            make_executor = program_executor(
+                device_side, model.limits.max_context_len, engine_settings
+            )
         engine = Engine(
             model.device,
             self._side.make_role(model, self._metrics, device_side),
@@ -227,21 +235,56 @@ class ServiceProcess:
         await asyncio.to_thread(engine.stop)
 
 
-def program_executor(
-    side: Any, limits: Limits, settings: EngineSettings
-) -> Callable[[Device, Callable[[], int]], Executor]:
-    """Makes the executor of captured steps, with buckets that cover what the settings allow."""
-    from specmesh.engine.device_executor import Buckets, ProgramExecutor  # imports Triton
+def _buckets(settings: EngineSettings, max_context_len: int) -> Any:
+    """Sizes of captured steps that cover what the settings allow."""
+    from specmesh.engine.device_executor import Buckets  # imports Triton
 
-    buckets = Buckets.covering(
-        max_seqs=limits.max_sessions,
+    return Buckets.covering(
+        max_seqs=settings.max_sessions,
         max_query_len=settings.max_num_draft_tokens + 1,
         max_long_rows=min(
             settings.token_budget, settings.prefill_chunk + settings.max_num_draft_tokens + 1
         ),
-        max_context_len=limits.max_context_len,
+        max_context_len=max_context_len,
     )
+
+
+def program_executor(
+    side: Any, max_context_len: int, settings: EngineSettings
+) -> Callable[[Device, Callable[[], int]], Executor]:
+    """Makes the executor of captured steps."""
+    from specmesh.engine.device_executor import ProgramExecutor  # imports Triton
+
+    buckets = _buckets(settings, max_context_len)
     return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
+
+
+def compile_for(settings: EngineSettings, side: Side) -> None:
+    """Compile what the steps of this service need, before its weights take the memory."""
+    from specmesh.engine.compile_ahead import Job, compile_ahead  # imports Triton
+    from specmesh.engine.device_executor import start_shapes
+
+    spec = read_spec(settings.model, load_tokenizer(settings.model).vocab_size)
+    device = torch.device(settings.device)
+    device_side = side.make_device_side(spec.vocab_size, device, ServiceMetrics(side.name))
+    buckets = _buckets(settings, settings.max_context_len or spec.max_context_len)
+    compile_ahead(
+        Job(
+            spec=spec,
+            dtype=DTYPES[dtype_of(settings)],
+            device=settings.device,
+            page_size=settings.page_size,
+            invariant=settings.invariant,
+            make_sampler=device_side.make_sampler(),
+            shapes=start_shapes(device_side, buckets),
+        )
+    )
+
+
+def runs_captured(settings: EngineSettings) -> bool:
+    """Whether steps are captured on a GPU."""
+    on_gpu = torch.device(settings.device).type == "cuda" and torch.cuda.is_available()
+    return on_gpu and is_fused(settings)
 
 
 def _ignore_closed(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

@@ -115,9 +115,9 @@ class Caller:
         assert self.engine.submit(self.link, [command])
         return self.link.results.get(timeout=ANSWER_S)
 
-    def open(self, sampling: session_pb2.SamplingParams, rule: int) -> None:
+    def open(self, sampling: session_pb2.SamplingParams, rule: int, max_len: int = 128) -> None:
         opening = session_pb2.OpenSession(
-            vocab_hash=1, prompt_len=len(self.tokens), max_len=128, rule=rule, sampling=sampling
+            vocab_hash=1, prompt_len=len(self.tokens), max_len=max_len, rule=rule, sampling=sampling
         )
         result = self.ask(self._command(open=opening))
         assert result.WhichOneof("result") == "opened", result
@@ -328,7 +328,7 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing(pairs: Pairs, devic
             link = AnswerQueue()
             callers = [Caller("target", engine, link, 900 + i, p) for i, p in enumerate(prompts)]
             for caller in callers:
-                caller.open(params(temperature=1.0), RESIDUAL)
+                caller.open(params(temperature=1.0), RESIDUAL, max_len=48)
             commands = [caller.command(num_steps=16, decide_at=1) for caller in callers]
             assert engine.submit(link, commands)
             verdicts: dict[str, list[int]] = {}
