@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -24,11 +23,6 @@ SHOWN_FAILURES = 20
 
 async def _run(arguments: argparse.Namespace, folder: Path) -> Outcome:
     began = time.monotonic()
-    task = asyncio.current_task()
-    assert task is not None
-    # Whatever ends this run, no process that it started may outlive it.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
     def note(text: str) -> None:
         sys.stderr.write(f"{time.monotonic() - began:7.1f} s  {text}\n")

@@ -50,9 +50,13 @@ async def run_job(client: AsyncClient, job: dict[str, Any]) -> None:
                 tell(id=name, request_id=event.request_id)
     except SpecmeshError as error:
         tell(id=name, error=f"{error.reason}: {error.message}", retry_after_s=error.retry_after_s)
-    except asyncio.CancelledError:
+
+
+def end(task: asyncio.Task[None], name: str, tasks: dict[str, asyncio.Task[None]]) -> None:
+    """Forget a job; told here, for a task that is cancelled at once never runs."""
+    del tasks[name]
+    if task.cancelled():
         tell(id=name, cancelled=True)
-        raise
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -74,7 +78,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 continue
             task = loop.create_task(run_job(client, job))
             tasks[job["id"]] = task
-            task.add_done_callback(lambda _, name=job["id"]: tasks.pop(name, None))
+            task.add_done_callback(lambda task, name=job["id"]: end(task, name, tasks))
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 

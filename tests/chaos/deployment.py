@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ COORDINATOR_FLAGS = (
 )
 ENGINE_FLAGS = ("--engine.num-threads", "1", "--engine.max-sessions", "128")
 NUM_REPLICAS = 2
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -100,6 +102,11 @@ async def deployed(
     client_flags: of each client in turn.
     """
     deployment = Deployment(folder)
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    # Whatever ends this process, none that it started may outlive it.
+    for number in ENDING:
+        loop.add_signal_handler(number, task.cancel)
     models = folder / "models"
     if not models.exists():
         write_pair(models)
@@ -138,6 +145,8 @@ async def deployed(
             await replica.end()
         for proxy in deployment.proxies.values():
             await proxy.close()
+        for number in ENDING:
+            loop.remove_signal_handler(number)
 
 
 def _add(deployment: Deployment, name: str, flags: Sequence[str]) -> None:

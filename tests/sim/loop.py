@@ -61,6 +61,9 @@ class SimLoop(asyncio.SelectorEventLoop):
     def begin(self, world: Any) -> None:
         """Links are up, callers are about to call."""
 
+    def end(self) -> None:
+        """The run is over; tasks are about to be cancelled."""
+
     def on_idle(self, timeout: float | None) -> None:
         """Nothing is ready. timeout: until the next timer, None where there is none."""
         if timeout is None:

@@ -44,15 +44,23 @@ def explore_all(num_jobs: int) -> int:
         for place in ("target", "coordinator")
         for num_targets in (1, 2)
     ]
-    num_runs = failed = 0
+    began = time.monotonic()
+    num_runs = num_states = failed = 0
     with multiprocessing.get_context("spawn").Pool(num_jobs, _begin) as pool:
         for name, found in pool.imap_unordered(explore_one, cases):
             num_runs += found.num_runs
+            num_states += found.num_states
             failed += len(found.failures)
-            sys.stdout.write(f"{name}: {found.num_runs} runs, by fault {found.faults}\n")
+            sys.stdout.write(
+                f"{name}: {found.num_runs} runs, {found.num_met} of them to a state met before, "
+                f"{found.num_states} states, runs to the end by fault {found.faults}\n"
+            )
             sys.stdout.write("".join(f"  {failure}\n" for failure in found.failures[:3]))
             sys.stdout.flush()
-    sys.stdout.write(f"{len(cases)} sessions, {num_runs} runs, {failed} failures\n")
+    sys.stdout.write(
+        f"{len(cases)} sessions, {num_runs} runs, {num_states} states "
+        f"({time.monotonic() - began:.0f} s), {failed} failures\n"
+    )
     return 1 if failed else 0
 
 

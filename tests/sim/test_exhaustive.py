@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from protos.specmesh.v1 import session_pb2, target_pb2
+from tests.sim.bugs import resume_from_nothing
 from tests.sim.caller import RULES
 from tests.sim.explore import explore, small_run
+from tests.sim.states import _told
 
 FAULTS = {"target0", "draft0", "coordinator0", "caller", "deadline target", "deadline draft"}
 
@@ -28,3 +31,29 @@ def test_every_order_without_faults() -> None:
         found = explore(setup, request, num_faults=0)
         assert found.failures == []
         assert found.num_runs >= 2
+
+
+def test_ending_at_known_states_hides_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that forgets what it holds is found, although most runs end early."""
+    resume_from_nothing(monkeypatch)
+    found = explore(*small_run("coupled", 2, "target"), after_fault=False)
+    assert found.num_met > 0
+    assert any("caller" in failure for failure in found.failures)
+
+
+def test_states_differ_by_content_and_not_by_measured_times() -> None:
+    """Two answers that differ in times alone are one; another token, or another way, is another."""
+
+    def answer(token: int, total_us: int) -> bytes:
+        result = target_pb2.TargetResult(
+            session_id="s",
+            verdict=target_pb2.Verdict(tokens=[token]),
+            timing=session_pb2.StepTiming(total_us=total_us),
+        )
+        return target_pb2.TargetServiceLinkResponse(results=[result]).SerializeToString()
+
+    way = ("target0", "coordinator0")
+    assert _told((way, answer(1, 5))) == _told((way, answer(1, 6)))
+    assert _told((way, answer(1, 5))) != _told((way, answer(2, 5)))
+    assert _told((way, answer(1, 5))) != _told((("target1", "coordinator0"), answer(1, 5)))
+    assert _told((way[::-1], answer(1, 5))) != _told((way[::-1], answer(1, 6)))

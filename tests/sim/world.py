@@ -149,6 +149,7 @@ class World:
 
     def _clean_up(self) -> None:
         loop = self.loop
+        loop.end()
         for _ in range(3):
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
