@@ -205,9 +205,7 @@ def small_run(
         pass_s=0.001,
         faults=Faults(latency_s=0.001, window_s=0.1),
     )
-    request = pb.GenerateRequest(
-        max_tokens=max_tokens, ignore_eos=True, decide_at=PLACEMENTS[place]
-    )
+    request = pb.GenerateRequest(max_tokens=4, ignore_eos=True, decide_at=PLACEMENTS[place])
     request.tokens.token_ids.extend([0, 1])
     if rule == "greedy":
         request.temperature = 0.0
