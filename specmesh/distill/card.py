@@ -63,16 +63,20 @@ def _recipe(settings: Settings, plan: Plan, place: Place) -> str:
 
 
 def _data(settings: Settings, place: Place) -> str:
+    held_out = "is a held-out prompt (compared without case and punctuation)"
     if settings.prompts is None:
-        requests = f"made from word lists (`{_shown(TRAINING_FILE)}`) or begun with a few words"
+        lists = f"made from word lists (`{_shown(TRAINING_FILE)}`)"
+        requests = f"{lists} or begun with a few words that the target completed first"
+        temperatures = ", 0.7 to 1 for requests"
+        apart = f"No made request {held_out}; what the target made of begun ones is not compared."
     else:
-        requests = f"given (`{settings.prompts.name}`) or begun with a few words"
+        requests, temperatures = f"given in `{settings.prompts.name}`", ""
+        apart = f"No given request that was asked {held_out}."
     return (
         f"{place.tokens_sampled / 1e6:.1f} M tokens that the target wrote itself, each trained on "
         f"about {place.tokens_trained / max(1, place.tokens_sampled):.1f} times: answers to "
-        f"requests {requests} that the target completed first, and text without a request. "
-        "Temperature 1 for most answers, 0.6 to 1 for the others, 0.7 to 1 for requests. No other "
-        "data was used; the held-out prompts never occur."
+        f"requests {requests}, and text without a request. Temperature 1 for most answers, 0.6 to "
+        f"1 for the others{temperatures}. No other data was used. {apart}"
     )
 
 

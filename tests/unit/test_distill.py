@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specmesh.distill import trainer
+from specmesh.distill.card import _data
+from specmesh.distill.losses import LossWeights
 from specmesh.distill.run import distill
+from specmesh.distill.sampling import Rows, Turn
+from specmesh.distill.trainer import Trainer
 from specmesh.engine.decoder import StepBatch, load_decoder
 from specmesh.engine.model_pair import check_pair
 from specmesh.errors import ConfigError
@@ -40,6 +46,47 @@ def test_acceptance_rises(target: Path, tmp_path: Path) -> None:
     first, last = (records[i]["scores"]["answers"]["acceptance"] for i in (0, -1))
     assert last == result.scores["answers"].acceptance
     assert last > first + 0.05
+
+
+def test_what_a_step_is_trained_on(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given tokens count nothing, requests less than answers; a step's weights add up to one; the
+    loss is KL alone at first and mostly total variation at the end."""
+    parts: list[tuple[Rows, Tensor, Tensor, LossWeights]] = []
+    whole = trainer.distillation_loss
+    accumulate = Trainer._accumulate
+
+    def watched(self: Trainer, rows: Rows, *arguments: Any) -> None:
+        def loss(
+            student: Tensor, states: Tensor, head: Tensor, weights: Tensor, mix: LossWeights
+        ) -> Any:
+            parts.append((rows, states, weights, mix))
+            return whole(student, states, head, weights, mix)
+
+        monkeypatch.setattr(trainer, "distillation_loss", loss)
+        accumulate(self, rows, *arguments)
+
+    monkeypatch.setattr(Trainer, "_accumulate", watched)
+    run(settings(target, tmp_path / "out", max_steps=10, micro_rows=2))
+    steps = list(zip(parts[::2], parts[1::2], strict=True))
+    assert len(steps) == 10
+    counts = {Turn.PROMPT: 0.0, Turn.ANSWER: 1.0, Turn.USER: 0.4, Turn.FREE: 1.0}
+    seen = set()
+    for number, step in enumerate(steps):
+        shares = [
+            torch.tensor([counts[Turn(turn)] for turn in rows.turns.flatten().tolist()])
+            for rows, *_ in step
+        ]
+        total = sum(float(share.sum()) for share in shares)
+        for (rows, states, weights, mix), share in zip(step, shares, strict=True):
+            seen |= set(rows.turns.flatten().tolist())
+            torch.testing.assert_close(weights, share[share > 0] / total)
+            assert torch.equal(states, rows.hidden.flatten(0, 1)[share > 0])
+            grown = min(1.0, max(0.0, (number / 10 - 0.3) / 0.3))
+            expected = (1 - 0.8 * grown, 3 * grown)
+            assert (mix.kl, mix.tv) == pytest.approx(expected)
+    assert seen == {int(turn) for turn in Turn}
 
 
 def test_the_folder_loads_everywhere(target: Path, tmp_path: Path) -> None:
@@ -142,6 +189,11 @@ def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
     assert "50 most frequent" in text
     assert "Seed 3" in text
     assert (out / "acceptance.md").read_text().rstrip() in text
+    assert "or begun with a few words that the target completed" in text
+    given = replace(settings(target, out), prompts=Path("asked.jsonl"))
+    described = _data(given, result.place)
+    assert "given in `asked.jsonl`" in described
+    assert "begun" not in described
 
 
 def test_two_processes_train_one_model(target: Path, tmp_path: Path) -> None:

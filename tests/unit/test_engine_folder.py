@@ -18,7 +18,7 @@ from specmesh.engine.families import read_spec, spec_from_config
 from specmesh.engine.gguf import GgufModel
 from specmesh.engine.model_folder import compose_draft, convert_gguf, resolve_model
 from specmesh.engine.model_pair import check_pair
-from specmesh.engine.weights import fingerprint, recorded_files, weight_files
+from specmesh.engine.weights import file_digest, fingerprint, recorded_files, weight_files
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import load_tokenizer
 from tests.unit.tiny_models import PackedRun, random_tokens, reference_logits, save, tiny_model
@@ -468,6 +468,30 @@ def test_composed_draft_takes_the_targets_embedding(tmp_path: Path) -> None:
     (data / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
     with pytest.raises(ModelMismatch, match="hidden_size 64"):
         compose_draft(target, data, tmp_path / "cache")
+
+
+def test_the_shipped_card_is_of_the_shipped_weights() -> None:
+    """The card names the digest of the file beside it, and its tables are the measurement's own."""
+    text = (model_folder.DRAFT_DATA / "README.md").read_text()
+    weights = model_folder.DRAFT_DATA / model_folder.WEIGHTS_FILE
+    assert f"`{file_digest(weights)}`" in text
+    assert weights.stat().st_size <= 30_000_000
+    record = json.loads((model_folder.DRAFT_DATA / "acceptance.json").read_text())
+    assert [(t["text"], t["temperature"]) for t in record["tables"]] == [
+        ("answers", 1.0), ("answers", 0.7), ("unprompted", 1.0), ("unprompted", 0.7),
+    ]  # fmt: skip
+    for table in record["tables"]:
+        row = (
+            f"| {table['text']} | {table['temperature']:g} | {table['acceptance']:.3f} ± "
+            f"{table['standard_error']:.3f} | {table['agreement']:.3f} | {table['num_tokens']} |"
+        )
+        assert row in text
+    lines = (model_folder.DRAFT_DATA / "curve.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    scores = [f"{last['scores'][name]['acceptance']:.3f}" for name in ("answers", "free")]
+    assert (
+        f"| {last['step']} | {last['tokens_trained'] / 1e6:.1f} M | {' | '.join(scores)} |" in text
+    )
 
 
 def test_a_pair_with_other_ids_is_refused(llama: Any, tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ def test_the_pair_fits_and_the_draft_agrees_often(
 ) -> None:
     """The composed draft accepts as its provenance says: a wrong layer order or embedding cannot.
 
-    Mean of sum(min(p, q)) over the target's own greedy answers; 0.45 to 0.6 is recorded for sampled
-    ones, an untrained or misassembled draft has under 0.1.
+    Mean of sum(min(p, q)) at temperature 1 over the target's own greedy answers, 0.69 on these six:
+    0.55 with the weights of release 0.1.0, under 0.1 for an untrained or misassembled draft.
     """
     ours, theirs = check_pair(*pair)
     assert (ours.num_layers, theirs.num_layers) == (30, 4)
@@ -218,4 +218,4 @@ def test_the_pair_fits_and_the_draft_agrees_often(
         p = target.forward(batch, target.new_cache(len(table[0]), PAGE)).softmax(-1)
         q = draft.forward(batch, draft.new_cache(len(table[0]), PAGE)).softmax(-1)
         overlaps.append(torch.minimum(p, q).sum(-1).mean())
-    assert 0.4 < float(torch.stack(overlaps).mean()) < 0.8
+    assert 0.6 < float(torch.stack(overlaps).mean()) < 0.8
