@@ -39,10 +39,10 @@ def explore_all(num_jobs: int) -> int:
     """Every rule, k, placement and number of targets. Returns 0 only if nothing failed."""
     cases = [
         (rule, k, place, num_targets)
-        for rule in ("greedy", "coupled", "residual")
-        for k in (1, 2)
-        for place in ("target", "coordinator")
         for num_targets in (1, 2)
+        for k in (2, 1)
+        for place in ("target", "coordinator")
+        for rule in ("coupled", "residual", "greedy")
     ]
     began = time.monotonic()
     num_runs = num_states = failed = 0
