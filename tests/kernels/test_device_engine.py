@@ -75,7 +75,7 @@ def make_engine(side: str, folder: Path, device: str, *, on_device: bool, pages:
         options = VerifierOptions(VOCAB, MAX_DRAFT_TOKENS)
         check = RedrawCheck(1.0)
         role = Verifier(options, check, *([device_side.can_decide] if on_device else []))
-    limits = Limits(VOCAB, 1, 256, 8, pages, PAGE)
+    limits = Limits(VOCAB, 1, 256, 32, pages, PAGE)
     buckets = Buckets.covering(
         max_seqs=4, max_query_len=MAX_DRAFT_TOKENS + 1, max_long_rows=24, max_context_len=256
     )
