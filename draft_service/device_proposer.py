@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from draft_service.proposer import Drafting
-from kernels.draft_rows import DraftedRows, DraftKeys, draft_rows
+from kernels.draft_rows import DraftedRows, DraftKeys, Truncation, draft_rows
 from kernels.sampling import Status, workspace
-from kernels.shaping import Filters, thresholds
+from kernels.shaping import thresholds
 from protos.specmesh.v1 import draft_pb2, session_pb2
 from specmesh import wire
 from specmesh.engine.device_side import (
     HostArrays,
     clear_parameters,
+    filters_of,
     pack_parameters,
     parameter_fields,
 )
@@ -34,6 +35,7 @@ from specmesh.engine.step_buffers import FLOAT32, Field
 from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
 from specmesh.errors import NumericFault
 
+TRUNCATION = Truncation(wire.MAX_SPARSE_IDS, wire.DROPPED_MASS)
 MAX_CATCH_UP = 2  # tokens fed before the first draw: one, or two after full acceptance
 
 
@@ -66,10 +68,7 @@ class DraftSampler:
         inputs, outputs = buffers.inputs.device, buffers.outputs.device
         limits = None
         if shape.is_filtered:
-            filters = Filters(
-                inputs["temperatures"], inputs["top_ks"], inputs["top_ps"], inputs["min_ps"]
-            )
-            limits = thresholds(logits, filters, 1, self.vocab_size)[:, 0]
+            limits = thresholds(logits, filters_of(inputs), 1, self.vocab_size)[:, 0]
         keys = DraftKeys(
             inputs["seeds"],
             inputs["context_lens"],  # the token drawn sits behind what was fed
@@ -84,7 +83,10 @@ class DraftSampler:
             outputs["reports"][pass_index],
             outputs["dropped_mass"][pass_index],
         )
-        return draft_rows(logits, keys, self.vocab_size, self._scratch, limits, out=out).tokens
+        draft_rows(
+            logits, keys, self.vocab_size, self._scratch, limits, truncation=TRUNCATION, out=out
+        )
+        return out.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose
 from protos.specmesh.v1 import target_pb2
 from specmesh import wire
 from specmesh.engine.sessions import Session
 from specmesh.errors import CorruptFrame, InvalidRequest, SpecmeshError
-
-# Two finishing times closer than this are a tie that rounding may break either way (DESIGN 5).
-NEAR_TIE = 2.0**-18
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,17 @@ from torch import Tensor
 from kernels.redraw import redraw
 from kernels.row_report import RowReport, row_report
 from kernels.sampling import DraftKind, DraftRows, Round, Status, accept, workspace
-from kernels.shaping import Filters, thresholds
+from kernels.shaping import thresholds
 from protos.specmesh.v1 import target_pb2
 from specmesh import wire
 from specmesh.engine.device_side import (
     HostArrays,
+    bucket_for,
     clear_parameters,
+    filters_of,
     pack_parameters,
     parameter_fields,
+    query_lens,
 )
 from specmesh.engine.scheduler import Segment, Task
 from specmesh.engine.sessions import Session
@@ -97,10 +100,9 @@ class TargetSampler:
             outputs["mismatch"].copy_(mismatch)
         limits = None
         if shape.is_filtered:
-            filters = Filters(
-                inputs["temperatures"], inputs["top_ks"], inputs["top_ps"], inputs["min_ps"]
+            limits = thresholds(
+                logits, filters_of(inputs), rows, self.vocab_size, num_rows=num_candidates + 1
             )
-            limits = thresholds(logits, filters, rows, self.vocab_size, num_rows=num_candidates + 1)
         round_ = Round(
             candidates=candidates,
             num_candidates=num_candidates,
@@ -153,7 +155,7 @@ class DeviceVerifier:
         """max_seqs: sequences of the largest program. on_mismatch: counts refuted proposals."""
         self._on_mismatch = on_mismatch
         self.sampler = TargetSampler(vocab_size, max_seqs, device)
-        self._max_num_draft_tokens = max_num_draft_tokens
+        self._row_buckets = query_lens(max_num_draft_tokens + 1)
 
     def make_sampler(self) -> Callable[[torch.device], TargetSampler]:
         """Makes such samplers in other processes."""
@@ -208,13 +210,10 @@ class DeviceVerifier:
 
     def round_up(self, rows_per_seq: int, num_ids: int) -> tuple[int, int]:
         """Rows of 0, 1, 2, 4, 8 candidates, ids of two sizes: each is a kernel of its own."""
-        rows = rows_per_seq if rows_per_seq < 2 else 1 + (1 << (rows_per_seq - 2).bit_length())
-        return rows, next((size for size in (0, *ID_BUCKETS) if size >= num_ids), num_ids)
+        return bucket_for(rows_per_seq, self._row_buckets), bucket_for(num_ids, (0, *ID_BUCKETS))
 
     def base_shapes(self, num_seqs: Sequence[int], contexts: Sequence[int]) -> list[StepShape]:
         """Plain decoding in every chain, and rounds of every k."""
-        most = self._max_num_draft_tokens + 1
-        all_rows = sorted({self.round_up(rows, 0)[0] for rows in range(2, most + 1)})
         cells = [(count, context) for count in num_seqs for context in contexts]
         return [
             StepShape(count, 1, 0, passes, 1, context)
@@ -223,7 +222,7 @@ class DeviceVerifier:
         ] + [
             StepShape(count, rows, 0, 1, rows, context, ID_BUCKETS[-1])
             for count, context in cells
-            for rows in all_rows
+            for rows in self._row_buckets[1:]
         ]
 
     def clear(self, host: HostArrays) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from specmesh.engine.device_side import DeviceSide
+from specmesh.engine.device_side import DeviceSide, bucket_for, powers, query_lens
 from specmesh.engine.executor import MAX_SEQS, Device, StepOutcome
 from specmesh.engine.role import Finished, isolated
 from specmesh.engine.scheduler import Segment, Step, Task
 from specmesh.engine.step_programs import ProgramSet, StepProgram, StepShape
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +40,11 @@ class Buckets:
         """Powers of two of sequences, and from 64 of rows of a long segment; query lengths of 1, 2,
         3, 5, 9; contexts of 1024 (one chunk of attention: no partial sums) and of all allowed."""
         return cls(
-            num_seqs=_powers(1, min(max_seqs, MAX_SEQS), 2),
-            max_query_lens=(1, *(1 + size for size in _powers(1, max_query_len - 1, 2))),
-            long_rows=_powers(64, max_long_rows, 2),
-            contexts=_powers(1024, max_context_len, max(2, max_context_len)),
+            num_seqs=powers(1, min(max_seqs, MAX_SEQS), 2),
+            max_query_lens=query_lens(max_query_len),
+            long_rows=powers(64, max_long_rows, 2),
+            contexts=powers(1024, max_context_len, max(2, max_context_len)),
         )
-
-
-logger = logging.getLogger(__name__)
-
-
-def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """first, first * factor, ... and `last`, which ends the row."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= factor
-    return (*sizes, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +182,15 @@ class ProgramExecutor:
             long_rows=0 if launch.long is None else launch.long.end - launch.long.start,
             num_passes=num_passes,
             rows_per_seq=rows_per_seq,
-            max_context_len=_bucket(context, buckets.contexts),
+            max_context_len=bucket_for(context, buckets.contexts),
             num_ids=num_ids,
             is_filtered=is_filtered,
         )
         rows, ids = side.round_up(rows_per_seq, num_ids)
         rounded = StepShape(
-            num_seqs=_bucket(max(1, need.num_seqs), buckets.num_seqs),
-            max_query_len=_bucket(need.max_query_len, buckets.max_query_lens),
-            long_rows=_bucket(need.long_rows, (0, *buckets.long_rows)),
+            num_seqs=bucket_for(max(1, need.num_seqs), buckets.num_seqs),
+            max_query_len=bucket_for(need.max_query_len, buckets.max_query_lens),
+            long_rows=bucket_for(need.long_rows, (0, *buckets.long_rows)),
             num_passes=num_passes,
             rows_per_seq=rows,
             max_context_len=need.max_context_len,
@@ -278,8 +268,3 @@ def start_shapes(side: DeviceSide, buckets: Buckets) -> list[StepShape]:
         for long_rows in buckets.long_rows
         for context in buckets.contexts
     ]
-
-
-def _bucket(size: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds size; the size itself beyond the largest."""
-    return next((bucket for bucket in buckets if bucket >= size), size)

@@ -8,13 +8,15 @@ rows: nothing is approximated. Must not know programs' buffers beyond their name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.sampling import Rule
+from kernels.shaping import Filters
 from specmesh.engine.scheduler import Segment, Task
 from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, INT64, Field
@@ -79,6 +81,30 @@ def parameter_fields(num_slots: int) -> list[Field]:
         Field("top_ps", (num_slots,), FLOAT32),
         Field("min_ps", (num_slots,), FLOAT32),
     ]
+
+
+def filters_of(inputs: Mapping[str, Tensor]) -> Filters:
+    """The filters among the parameters on the device, as the kernels take them."""
+    return Filters(inputs["temperatures"], inputs["top_ks"], inputs["top_ps"], inputs["min_ps"])
+
+
+def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Bucket sizes first, first * factor, ... and `last`, which ends the row."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+def query_lens(max_query_len: int) -> tuple[int, ...]:
+    """Rows of a short segment that programs come for: those of 0, 1, 2, 4, ... candidates."""
+    return (1, *(1 + size for size in powers(1, max_query_len - 1, 2)))
+
+
+def bucket_for(size: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds size; the size itself beyond the largest."""
+    return next((bucket for bucket in buckets if bucket >= size), size)
 
 
 def clear_parameters(host: HostArrays) -> None:

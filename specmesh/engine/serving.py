@@ -174,7 +174,7 @@ class ServiceProcess:
         server = self._settings.server
         engine_settings: EngineSettings = self._settings.engine
         if runs_captured(engine_settings):
-            await asyncio.to_thread(compile_for, engine_settings, self._side)
+            await asyncio.to_thread(compile_for, engine_settings, self._side, self._metrics)
         model = await asyncio.to_thread(load_model, engine_settings)
         info = model.info
         info.instance_id = self._instance_id
@@ -259,14 +259,14 @@ def program_executor(
     return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
 
 
-def compile_for(settings: EngineSettings, side: Side) -> None:
+def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -> None:
     """Compile what the steps of this service need, before its weights take the memory."""
     from specmesh.engine.compile_ahead import Job, compile_ahead  # imports Triton
     from specmesh.engine.device_executor import start_shapes
 
     spec = read_spec(settings.model, load_tokenizer(settings.model).vocab_size)
     device = torch.device(settings.device)
-    device_side = side.make_device_side(spec.vocab_size, device, ServiceMetrics(side.name))
+    device_side = side.make_device_side(spec.vocab_size, device, metrics)
     buckets = _buckets(settings, settings.max_context_len or spec.max_context_len)
     compile_ahead(
         Job(

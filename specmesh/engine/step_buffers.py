@@ -19,13 +19,11 @@ _ALIGNMENT = 16  # bytes: vector loads of every type
 _TORCH_TYPES: dict[np.dtype, torch.dtype] = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
-    np.dtype(np.float16): torch.float16,
     np.dtype(np.float32): torch.float32,
 }
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
-FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 
 
