@@ -23,6 +23,10 @@ from kernels import reference_layers
 # 8 % on one core, 25 % on two, SmolLM2's shapes), and so a decode step and the verify step of 4
 # candidates use the same one.
 MIN_PACKED_ROWS = 5
+# oneDNN compiles a program for every number of rows and keeps it, 0.3 to 0.7 MiB a weight's shape:
+# steps of 355 sizes took 690 MiB of a model of 5 shapes, the last of them after hours. So there are
+# this many sizes between a power of two and the next, none of them an eighth too large.
+SIZES_PER_OCTAVE = 8
 
 
 class Linear(Protocol):
@@ -45,6 +49,12 @@ class PlainLinear:
         return reference_layers.linear(x, self.weight, self.bias, residual=residual)
 
 
+def packed_rows(num_rows: int) -> int:
+    """Rows that a product of `num_rows` is computed with: one of a few sizes, none smaller."""
+    grain = 1 << max(0, (num_rows - 1).bit_length() - SIZES_PER_OCTAVE.bit_length())
+    return max(MIN_PACKED_ROWS, -(-num_rows // grain) * grain)
+
+
 class PackedLinear:
     """A weight reordered once into oneDNN's own layout. The original can be dropped."""
 
@@ -57,7 +67,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         num_rows = x.shape[0]
-        padding = (0, 0, 0, max(0, MIN_PACKED_ROWS - num_rows))
+        padding = (0, 0, 0, packed_rows(num_rows) - num_rows)
         if padding[3]:
             x = F.pad(x, padding)
             residual = None if residual is None else F.pad(residual, padding)
