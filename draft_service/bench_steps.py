@@ -43,13 +43,14 @@ def _pack(program: StepProgram) -> None:
 def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="draft_service.bench_steps", description=__doc__)
+    parser.add_argument("--only", default="", help="parts of cases' names, by commas")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
     parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     device = torch.device("cuda")
     reports = []
-    for case in CASES:
+    for case in (case for case in CASES if steps.is_wanted(case, options.only)):
         decoder = steps.load(case.model, device)
         side = DeviceProposer(decoder.spec.vocab_size, 65, 8, device)
         report = steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)

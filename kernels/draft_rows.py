@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.configs.layers import launches_early
 from kernels.configs.sampling import draft_launch
 from kernels.row_state import RACE_ROWS, TILE
 from kernels.truncation import BINS, SPAN, _keep_kernel, _survey_kernel
@@ -119,7 +120,7 @@ def _launch_draft_rows(
 
     offsets = partials(rows, num_spans, dtype=torch.int32)
     plans = partials(rows, 6, dtype=torch.int64)
-    launch = draft_launch(logits.device)
+    launch, early = draft_launch(logits.device), launches_early(logits.device)
     _survey_kernel[(rows * num_spans,)](
         logits, seeds, positions, rules, temperatures, thresholds,
         partials(rows, num_spans, dtype=torch.float32),
@@ -127,15 +128,15 @@ def _launch_draft_rows(
         partials(rows, num_spans, BINS.value, dtype=torch.int16), offsets, plans, scratch,
         *outputs, *logits.stride(), vocab_size, num_spans, max_ids, dropped_mass,
         SPAN=SPAN, SPANS_PAD=max(2, triton.next_power_of_2(num_spans)), IDS_PAD=ids_pad,
-        TILE=TILE.value, RUN=min(launch.run, TILE.value // RACE_ROWS.value),
-        num_warps=launch.num_warps,
+        TILE=TILE.value, RUN=min(launch.run, TILE.value // RACE_ROWS.value), EARLY=early,
+        num_warps=launch.num_warps, launch_pdl=early,
     )  # fmt: skip
     _keep_kernel[(rows * num_spans,)](
         logits, seeds, positions, base_lens, rules, temperatures, thresholds, offsets, plans,
         partials(rows, capacity, dtype=torch.int32), partials(rows, capacity, dtype=torch.float32),
         scratch, *outputs, *logits.stride(), vocab_size, num_spans, max_ids, dropped_mass,
         SPAN=SPAN, CAPACITY=capacity, IDS_PAD=ids_pad, SHIFT=_KEY_SHIFT[logits.dtype],
-        num_warps=launch.num_warps,
+        EARLY=early, num_warps=launch.num_warps, launch_pdl=early,
     )  # fmt: skip
 
 

@@ -32,6 +32,9 @@ from kernels.early_launch import begin, prefetch
 BLOCK_K = 64
 UNCUT_WIDTH = 12288  # weights of so many columns fill a device without splitting K: one chunk
 NUM_CHUNKS = 4  # of a narrower weight
+# A run this short takes a program no longer than the launch that would add its parts; where columns
+# outnumber it so far, there are programs enough without splitting.
+SHALLOW_DEPTH, SHALLOW_RATIO = 1024, 4
 CHUNK_K_FLOAT32 = 128  # no tensor cores: shorter runs of additions keep float32's digits
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu", "swiglu")
 
@@ -111,24 +114,32 @@ def _sum_chunk(
     num_rows, width, depth, first_k, last_k, stride_xk, stride_wk,
     SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, ORDERED: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's sums from zero: (gate, up) of BLOCK_M rows, then of MORE_M; unused ones are 0."""
+    """One chunk's sums from zero: (gate, up) of BLOCK_M rows, then of MORE_M; unused ones are 0.
+
+    PAIRED: gate holds the columns of both, gate's first, as one product makes them.
+    """
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
     depths = tl.arange(0, BLOCK_K)[None, :]
     live_rows = first_row + tl.arange(0, BLOCK_M)[:, None] < num_rows
     live_columns = first_column + tl.arange(0, BLOCK_N)[:, None] < width
-    gate = _zeros(BLOCK_M, BLOCK_N, TURNED)
+    gate = _zeros(BLOCK_M, COLUMNS, TURNED)
     up, more_gate, more_up = gate, gate, gate
     if MORE_M:
         first_more = first_row + BLOCK_M
         live_more = first_more + tl.arange(0, MORE_M)[:, None] < num_rows
-        more_gate = _zeros(MORE_M, BLOCK_N, TURNED)
+        more_gate = _zeros(MORE_M, COLUMNS, TURNED)
         more_up = more_gate
     for k in range(first_k, last_k, BLOCK_K):
         left = depths < depth - k
-        b = _tile(weight_tiles, weight_at, first_column, k, stride_wk, live_columns, left, EVEN)
+        if PAIRED:
+            b = weight_tiles.load([0, first_column, k]).reshape(COLUMNS, BLOCK_K)
+        else:
+            b = _tile(weight_tiles, weight_at, first_column, k, stride_wk, live_columns, left, EVEN)
         a = _tile(x_tiles, x_at, first_row, k, stride_xk, live_rows, left, EVEN)
         gate = _product(a, b, gate, TURNED, ORDERED)
-        if SWIGLU:
+        if SWIGLU and not PAIRED:
             c = _tile(
                 weight_tiles, up_at, first_column + width, k, stride_wk, live_columns, left, EVEN
             )
@@ -136,7 +147,7 @@ def _sum_chunk(
         if MORE_M:
             d = _tile(more_tiles, more_at, first_more, k, stride_xk, live_more, left, EVEN)
             more_gate = _product(d, b, more_gate, TURNED, ORDERED)
-            if SWIGLU:
+            if SWIGLU and not PAIRED:
                 more_up = _product(d, c, more_up, TURNED, ORDERED)
     return gate, up, more_gate, more_up
 
@@ -146,8 +157,11 @@ def _put(
     gate, up, bias, residual, out, partials, first_row, first_column, chunk, num_rows, width,
     stride_residual, stride_out,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums to `partials` where there is such, else through the end to `out`."""
+    if PAIRED:
+        gate, up = tl.split(tl.permute(tl.reshape(gate, [2, BLOCK_N, ROWS]), (1, 2, 0)))
     if TURNED:
         gate, up = tl.trans(gate), tl.trans(up)
     rows = (first_row + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -189,7 +203,7 @@ def _linear_kernel(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr, ONE_CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr, TURNED: tl.constexpr, ORDERED: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, EARLY: tl.constexpr,
+    THREADS: tl.constexpr, EARLY: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles fastest, then column tiles; chunks if SPLIT, else 1)."""
     SWIGLU: tl.constexpr = ACTIVATION == "swiglu"
@@ -223,7 +237,7 @@ def _linear_kernel(
         gate, up, more_gate, more_up = _sum_chunk(
             x_at, more_at, weight_at, up_at, x_tiles, more_tiles, weight_tiles, first_row,
             first_column, num_rows, width, depth, first_k, last_k, stride_xk, stride_wk,
-            SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED,
+            SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED, PAIRED,
         )  # fmt: skip
     else:
         gate = _zeros(BLOCK_M, BLOCK_N, TURNED)
@@ -244,7 +258,7 @@ def _linear_kernel(
                 x_at, more_at, weight_at, up_at, x_tiles, more_tiles, weight_tiles, first_row,
                 first_column, num_rows, width, depth, chunk_k, min(chunk_k + CHUNK_K, depth),
                 stride_xk, stride_wk,
-                SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED,
+                SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED, False,
             )  # fmt: skip
             gate += own_gate
             if SWIGLU:
@@ -256,13 +270,13 @@ def _linear_kernel(
     chunk = tl.program_id(1)
     _put(
         gate, up, bias, residual, out, partials, first_row, first_column, chunk, num_rows, width,
-        stride_residual, stride_out, ACTIVATION, BLOCK_M, BLOCK_N, TURNED,
+        stride_residual, stride_out, ACTIVATION, BLOCK_M, BLOCK_N, TURNED, PAIRED,
     )  # fmt: skip
     if MORE_M:
         _put(
             more_gate, more_up, bias, residual, out, partials, first_row + BLOCK_M, first_column,
             chunk, num_rows, width, stride_residual, stride_out, ACTIVATION, MORE_M, BLOCK_N,
-            TURNED,
+            TURNED, PAIRED,
         )  # fmt: skip
 
 
@@ -294,20 +308,37 @@ def chunk_depth(weight: Tensor) -> int:
     """Columns of K summed in one run, for a weight [n, depth]; part of the numeric contract.
 
     A function of shape and type alone: one run for a weight wide enough to fill a device by its
-    columns, a quarter of the depth for a narrower one, so that few or many rows may split it.
+    columns, or shallow, a quarter of the depth for another, so that few or many rows may split it.
     float32 has no tensor cores: shorter runs of additions keep its digits.
     """
     num_columns, depth = weight.shape
     if weight.dtype is torch.float32:
         return CHUNK_K_FLOAT32
     num_tiles = max(1, triton.cdiv(depth, BLOCK_K))
-    return BLOCK_K * (
-        num_tiles if num_columns >= UNCUT_WIDTH else triton.cdiv(num_tiles, NUM_CHUNKS)
-    )
+    is_shallow = depth <= SHALLOW_DEPTH and num_columns >= SHALLOW_RATIO * depth
+    is_uncut = num_columns >= UNCUT_WIDTH or is_shallow
+    return BLOCK_K * (num_tiles if is_uncut else triton.cdiv(num_tiles, NUM_CHUNKS))
+
+
+def _num_chunks(weight: Tensor) -> int:
+    return triton.cdiv(weight.shape[1], chunk_depth(weight))
+
+
+def _splits(num_rows: int, weight: Tensor, swiglu: bool) -> bool:
+    """Whether programs share the chunks of this product, and leave their sums to be added."""
+    return linear_tiles(num_rows, weight, swiglu).split and _num_chunks(weight) > 1
 
 
 def _descriptor(tensor: Tensor, block: int, step_k: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block, step_k])
+
+
+def _weight_tiles(weight: Tensor, block: int, step_k: int, paired: bool) -> TensorDescriptor:
+    """Tiles of `block` columns, or, for SwiGLU in one product, of as many of gate and of up."""
+    if not paired:
+        return _descriptor(weight, block, step_k)
+    halves = weight.view(2, weight.shape[0] // 2, weight.shape[1])
+    return TensorDescriptor(halves, list(halves.shape), list(halves.stride()), [2, block, step_k])
 
 
 def _can_describe(tensor: Tensor, block: int) -> bool:
@@ -341,8 +372,8 @@ def launch_product(
     width = out.shape[1]
     tiles = linear_tiles(num_rows, weight, swiglu)
     chunk = chunk_depth(weight)
-    num_chunks = triton.cdiv(depth, chunk)
-    split = tiles.split and num_chunks > 1
+    num_chunks = _num_chunks(weight)
+    split = _splits(num_rows, weight, swiglu)
     partials = None
     if split:
         shape = (num_chunks, num_rows, weight.shape[0])
@@ -352,6 +383,7 @@ def launch_product(
         and _can_describe(weight, tiles.block_n)
         and (not swiglu or width % tiles.block_n == 0)
     )
+    paired = tiles.paired and swiglu and describe and num_chunks == 1
     describe_x = describe and not tiles.gathers and _can_describe(x, 1)
     step_k = tiles.block_k if depth % tiles.block_k == chunk % tiles.block_k == 0 else BLOCK_K
     early = launches_early(x.device)
@@ -364,17 +396,35 @@ def launch_product(
         x, weight,
         _descriptor(x, tiles.block_m, step_k) if describe_x else None,
         _descriptor(x, tiles.more_m, step_k) if describe_x and tiles.more_m else None,
-        _descriptor(weight, tiles.block_n, step_k) if describe else None,
+        _weight_tiles(weight, tiles.block_n, step_k, paired) if describe else None,
         bias, residual, out, partials,
         *x.stride(), *weight.stride(), 0 if residual is None else residual.stride(0), width,
         num_rows, width, depth,
         ACTIVATION=activation, BLOCK_M=tiles.block_m, MORE_M=tiles.more_m, BLOCK_N=tiles.block_n,
         BLOCK_K=step_k, CHUNK_K=chunk, ONE_CHUNK=num_chunks == 1, SPLIT=split,
         EVEN=depth % step_k == 0, TURNED=tiles.turned, ORDERED=tiles.ordered, AHEAD=ahead,
-        THREADS=32 * tiles.num_warps, EARLY=early, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, launch_pdl=early,
+        THREADS=32 * tiles.num_warps, EARLY=early, PAIRED=paired, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages * tiles.block_k // step_k, launch_pdl=early,
     )  # fmt: skip
     return partials
+
+
+def linear_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """x W^T + b for a reader that may end it itself: (finished [num_rows, n], None), or the chunks'
+    sums [chunks, num_rows, n], to be added ascending in float32, and the bias to add then.
+
+    x [num_rows, depth], weight and bias as of `linear`. Raises ValueError where they do not fit.
+    """
+    if weight.shape[1] != x.shape[1] or weight.dtype is not x.dtype:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} {x.dtype}"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+    heads = torch.ops.specmesh.linear_chunks(x, weight, bias, invariant)
+    return heads, bias if heads.ndim == 3 else None
 
 
 def _finish(
@@ -400,6 +450,27 @@ def _linear_fake(
     invariant: bool,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if activation == "swiglu" else 1))
+
+
+def _launch_chunks(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if x.shape[0] == 0:
+        return out
+    partials = launch_product(x, weight, bias, None, out, "none", invariant)
+    return out if partials is None else partials
+
+
+_chunks = torch.library.custom_op("specmesh::linear_chunks", _launch_chunks, mutates_args=())
+
+
+@_chunks.register_fake
+def _chunks_fake(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    rows, width = x.shape[0], weight.shape[0]
+    if rows == 0 or (invariant and not _splits(rows, weight, False)):
+        return x.new_empty(rows, width)
+    if not invariant:
+        return x.new_empty(1, rows, width)
+    return x.new_empty(_num_chunks(weight), rows, width, dtype=torch.float32)
 
 
 def linear(

@@ -14,13 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configs.layers import launches_early
+from kernels.early_launch import begin
+
 
 @triton.jit
 def _next_step_kernel(
     tokens, steps_left, context_lens, block_tables, token_ids, positions, slots,
     num_seqs, stride_token, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (1)."""
+    begin(EARLY)
     seqs = tl.arange(0, BLOCK)
     inside = seqs < num_seqs
     token = tl.load(tokens + seqs * stride_token, inside, other=-1)
@@ -39,11 +44,12 @@ def _launch_next_step(
     tokens: Tensor, steps_left: Tensor, context_lens: Tensor, block_tables: Tensor,
     token_ids: Tensor, positions: Tensor, slots: Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    num_seqs = tokens.shape[0]
+    num_seqs, early = tokens.shape[0], launches_early(tokens.device)
     _next_step_kernel[(1,)](
         tokens, steps_left, context_lens, block_tables, token_ids, positions, slots,
         num_seqs, tokens.stride(0), block_tables.stride(0),
-        PAGE=page_size, BLOCK=max(16, triton.next_power_of_2(num_seqs)), num_warps=1,
+        PAGE=page_size, BLOCK=max(16, triton.next_power_of_2(num_seqs)), EARLY=early, num_warps=1,
+        launch_pdl=early,
     )  # fmt: skip
 
 

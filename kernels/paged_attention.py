@@ -21,11 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.attention_inputs import FreshRows, fresh_queries, write_fresh
 from kernels.attention_scores import tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
 from kernels.configs.layers import launches_early
 from kernels.early_launch import begin as begin_step
 from kernels.early_launch import prefetch
+from kernels.paged_fold import _fold_kernel, fold_rows, load_state, store_rows
 from kernels.reference_attention import (
     CHUNK_SIZE,
     DEFAULT_OPTIONS,
@@ -44,16 +46,6 @@ class Split(IntEnum):
     SEQUENCE = 0
     CHUNK = CHUNK_SIZE
     LEAF = LEAF_SIZE
-
-
-@triton.jit
-def _load_state(m_at, l_at, u_at, rows, seen, BLOCK_D: tl.constexpr):
-    """The states of a vector of rows in scratch memory; empty where `seen` is False."""
-    dims = tl.arange(0, BLOCK_D)
-    m = tl.load(m_at + rows, seen, float("-inf"))
-    l = tl.load(l_at + rows, seen, 0.0)  # noqa: E741
-    u = tl.load(u_at + (rows[:, None] * BLOCK_D + dims[None, :]), seen[:, None], 0.0)
-    return m, l, u
 
 
 @triton.jit
@@ -135,27 +127,57 @@ def _span_state(  # noqa: C901 - options are compile-time branches
 
 
 @triton.jit
-def _paged_kernel(
+def _ask_for(
+    k_pool, v_pool, block_table, first, context_len, stride_kp, stride_kt, stride_vp, stride_vt,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Prefetch AHEAD tiles of a head's keys and values from token `first` on: 16-bit values."""
+    halves = tl.arange(0, 2 * TILE)
+    dim = halves % 2 * (HEAD_DIM // 2)
+    num_bytes = tl.full([2 * TILE], HEAD_DIM, tl.int32)  # half a row
+    for tile in tl.static_range(AHEAD):
+        at = first + tile * TILE
+        if at < context_len:
+            page = tl.load(block_table + at // PAGE).to(tl.int64)
+            token = at % PAGE + halves // 2
+            prefetch(k_pool + page * stride_kp + token * stride_kt + dim, num_bytes)
+            prefetch(v_pool + page * stride_vp + token * stride_vt + dim, num_bytes)
+
+
+@triton.jit
+def _paged_kernel(  # noqa: C901 - options are compile-time branches
     q, k_pool, v_pool, k_pages, v_pages, block_tables, cu_seqlens_q, context_lens,
+    heads, bias, cos_table, sin_table, slots, arrivals,
     out, lse, part_m, part_l, part_u,
     scale, softcap, window,
     stride_qt, stride_qh, stride_ot, stride_oh,
     stride_kp, stride_kh, stride_kt, stride_vp, stride_vh, stride_vt, stride_table,
-    num_splits, num_row_tiles, num_rows,
+    stride_row, stride_chunk, stride_angle, num_splits, num_row_tiles, num_rows,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FOLDED: tl.constexpr, DESCRIPTORS: tl.constexpr, ORDERED: tl.constexpr,
     LEAF: tl.constexpr, CHUNK: tl.constexpr, ONE_SPAN: tl.constexpr, EARLY: tl.constexpr,
+    FRESH: tl.constexpr, NUM_CHUNKS: tl.constexpr, HALF: tl.constexpr, LIVE: tl.constexpr,
+    NEW: tl.constexpr, FOLDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, kv heads, sequences x row tiles). A program past the live lengths returns.
 
     FOLDED: scores need nothing but a positive scale, which then joins the exponent. ONE_SPAN: no
-    context is longer than a chunk.
+    context is longer than a chunk. FRESH: queries and the new keys and values come from `heads`,
+    NEW tokens a sequence at most. FOLDS: the last program of a sequence and head folds the partials
+    of its LIVE rows. AHEAD: tiles asked for before the kernel ahead has ended.
     """
-    begin_step(EARLY)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2) // num_row_tiles
+    if AHEAD:  # lengths may be a pass old here: of no consequence to what is read
+        _ask_for(
+            k_pool + kv_head.to(tl.int64) * stride_kh, v_pool + kv_head.to(tl.int64) * stride_vh,
+            block_tables + seq.to(tl.int64) * stride_table, split * SPLIT,
+            tl.load(context_lens + seq), stride_kp, stride_kt, stride_vp, stride_vt,
+            PAGE, HEAD_DIM, TILE, AHEAD,
+        )  # fmt: skip
+    begin_step(EARLY)
     first_row = (tl.program_id(2) % num_row_tiles) * ROWS
     q_start = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
@@ -172,10 +194,16 @@ def _paged_kernel(
     if WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
     end = tl.maximum(tl.minimum(context_len, last_position + 1), 0)
+    num_live = 1
     if SPLIT != 0:
+        num_live = tl.maximum(tl.cdiv(end, SPLIT) - begin // SPLIT, 1)
+        has_keys = end > 0
         begin = tl.maximum(begin, split * SPLIT)
         end = tl.minimum(end, (split + 1) * SPLIT)
-        if begin >= end:
+        is_idle = begin >= end
+        if FOLDS:  # where there are no keys at all, the first program folds nothing into zeros
+            is_idle = is_idle & (has_keys | (split > 0))
+        if is_idle:
             return  # no row of this tile sees a key of this split: nobody reads its partial
     # Tiles that every row sees whole need no mask: between the window's edge and causality's.
     whole_begin = begin
@@ -191,23 +219,34 @@ def _paged_kernel(
     first_token = (q_start + first_row // GROUP).to(tl.int64)
     own_rows = tl.arange(0, ROWS)
     local_query = query - first_row // GROUP
-    q += first_token * stride_qt + (kv_head * GROUP).to(tl.int64) * stride_qh
-    q_at = local_query * stride_qt + rows % GROUP * stride_qh
-    q_tile = tl.load(q + (q_at[:, None] + dims[None, :]), row_inside, 0.0)
+    if FRESH:
+        q_tile = fresh_queries(
+            heads, bias, cos_table, sin_table, q_start, q_len, context_len, kv_head,
+            stride_row, stride_chunk, stride_angle,
+            GROUP, NUM_CHUNKS, HEAD_DIM, BLOCK_D, HALF, LIVE, ROWS, k_pool.dtype.element_ty,
+        )  # fmt: skip
+    else:
+        q += first_token * stride_qt + (kv_head * GROUP).to(tl.int64) * stride_qh
+        q_at = local_query * stride_qt + rows % GROUP * stride_qh
+        q_tile = tl.load(q + (q_at[:, None] + dims[None, :]), row_inside, 0.0)
     block_tables += seq.to(tl.int64) * stride_table
     k_pool += kv_head.to(tl.int64) * stride_kh
     v_pool += kv_head.to(tl.int64) * stride_vh
-
+    if FRESH:
+        write_fresh(
+            heads, bias, cos_table, sin_table, slots, k_pool, v_pool, q_start, q_len, context_len,
+            begin, end, kv_head, tl.num_programs(1), stride_row, stride_chunk, stride_angle,
+            stride_kp, stride_kt, stride_vp, stride_vt,
+            GROUP, NUM_CHUNKS, HEAD_DIM, BLOCK_D, HALF, NEW, PAGE, DESCRIPTORS and EARLY,
+            k_pool.dtype.element_ty,
+        )  # fmt: skip
     if EARLY and DESCRIPTORS and (ONE_SPAN or SPLIT == LEAF):  # noqa: SIM102 - known when compiled
         if end > begin:
             # The last tile is mostly cut and loads alone, behind the others: ask for it now.
-            last_tile = (end - 1) // TILE * TILE
-            page = tl.load(block_tables + last_tile // PAGE).to(tl.int64)
-            halves = tl.arange(0, 2 * TILE)
-            token, dim = last_tile % PAGE + halves // 2, halves % 2 * (HEAD_DIM // 2)
-            num_bytes = tl.full([2 * TILE], HEAD_DIM, tl.int32)  # half a row of 16-bit values
-            prefetch(k_pool + page * stride_kp + token * stride_kt + dim, num_bytes)
-            prefetch(v_pool + page * stride_vp + token * stride_vt + dim, num_bytes)
+            _ask_for(
+                k_pool, v_pool, block_tables, (end - 1) // TILE * TILE, end,
+                stride_kp, stride_kt, stride_vp, stride_vt, PAGE, HEAD_DIM, TILE, 1,
+            )  # fmt: skip
     # A span is a chunk, or the leaf of a launch that splits by leaf.
     first_span = begin // CHUNK * CHUNK
     if SPLIT == 0 and ONE_SPAN:  # the total is the chunk: merging it with nothing is the identity
@@ -232,7 +271,7 @@ def _paged_kernel(
             part = part * num_rows + first_row
             if SPLIT == 0:
                 # The total would cost a third accumulator: it waits in scratch memory.
-                total_m, total_l, total_u = _load_state(
+                total_m, total_l, total_u = load_state(
                     part_m + part,
                     part_l + part,
                     part_u + part * BLOCK_D,
@@ -250,11 +289,28 @@ def _paged_kernel(
             tl.store(part_u + part * BLOCK_D + part_at, chunk_u, live[:, None])
             if SPLIT == 0:
                 tl.debug_barrier()
+    if FOLDS:
+        tl.debug_barrier()
+        arrival = arrivals + seq * tl.num_programs(1) + kv_head
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == num_live - 1:
+            tl.store(arrival, 0)
+            part = (seq.to(tl.int64) * num_splits * tl.num_programs(1) + kv_head) * num_rows
+            fold = tl.arange(0, LIVE)
+            fold_live = fold // GROUP < q_len
+            fold_m, fold_l, fold_u = fold_rows(
+                part_m, part_l, part_u, part, tl.num_programs(1).to(tl.int64) * num_rows, fold,
+                fold_live, context_len - q_len + fold // GROUP, window, LIVE, BLOCK_D, SPLIT,
+                WINDOW, LEAF,
+            )  # fmt: skip
+            store_rows(
+                out, lse, fold_m, fold_l, fold_u, q_start, kv_head, tl.num_programs(1) * GROUP,
+                fold, fold_live, stride_ot, stride_oh, GROUP, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
     if SPLIT == 0:
         if not ONE_SPAN:
             part = seq.to(tl.int64) * tl.num_programs(1) + kv_head
             part = part * num_rows + first_row
-            m, l, u = _load_state(  # noqa: E741
+            m, l, u = load_state(  # noqa: E741
                 part_m + part,
                 part_l + part,
                 part_u + part * BLOCK_D,
@@ -270,68 +326,6 @@ def _paged_kernel(
         num_heads = tl.num_programs(1) * GROUP
         lse += first_token * num_heads + kv_head * GROUP
         tl.store(lse + local_query * num_heads + rows % GROUP, row_lse, live)
-
-
-@triton.jit
-def _fold_kernel(
-    part_m, part_l, part_u, cu_seqlens_q, context_lens, out, lse, window,
-    stride_ot, stride_oh, num_splits, num_rows, num_row_blocks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Fold the partial states of ROWS rows in the contract's order, then finalize them.
-
-    Four states load at a time, so that their latencies overlap; four leaves are one chunk.
-    """
-    begin_step(EARLY)
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1) // num_row_blocks
-    first_row = (tl.program_id(1) % num_row_blocks) * ROWS
-    q_start = tl.load(cu_seqlens_q + seq)
-    q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
-    context_len = tl.load(context_lens + seq)
-    if first_row >= q_len * GROUP:
-        return
-    rows = first_row + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    query = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    live = query < q_len
-    position = context_len - q_len + query
-    last = tl.max(tl.where(live, position, -1), 0)
-    row_first = tl.zeros([ROWS], tl.int32)
-    if WINDOW:
-        row_first = tl.maximum(position - window + 1, 0) // SPLIT
-    part = (seq.to(tl.int64) * num_splits * tl.num_programs(0) + kv_head) * num_rows
-    split_stride = tl.num_programs(0).to(tl.int64) * num_rows
-
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for group in tl.range(tl.min(row_first, 0) // 4, tl.cdiv(last + 1, 4 * SPLIT)):
-        chunk_m = tl.full([ROWS], float("-inf"), tl.float32)
-        chunk_l = tl.zeros([ROWS], tl.float32)
-        chunk_u = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for member in tl.static_range(4):
-            split = group * 4 + member
-            # A split in which a row sees no key may not have been written for it.
-            seen = live & (split * SPLIT <= position) & (split >= row_first)
-            at = part + tl.cast(split, tl.int64) * split_stride
-            m_b, l_b, u_b = _load_state(
-                part_m + at, part_l + at, part_u + at * BLOCK_D, rows, seen, BLOCK_D
-            )
-            if SPLIT == LEAF:
-                chunk_m, chunk_l, chunk_u = merge(chunk_m, chunk_l, chunk_u, m_b, l_b, u_b, 1)
-            else:
-                m, l, u = merge(m, l, u, m_b, l_b, u_b, 1)  # noqa: E741
-        if SPLIT == LEAF:
-            m, l, u = merge(m, l, u, chunk_m, chunk_l, chunk_u, 1)  # noqa: E741
-    result, row_lse = finalize(m, l, u, 1)
-    inside = live[:, None] & (dims < HEAD_DIM)[None, :]
-    out_at = (q_start + query).to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-    tl.store(out + out_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), inside)
-    lse_at = (q_start + query).to(tl.int64) * (tl.num_programs(0) * GROUP) + head
-    tl.store(lse + lse_at, row_lse, live)
 
 
 def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, options: AttentionOptions) -> None:
@@ -375,7 +369,7 @@ def _page_descriptors(
 
 
 def launch(
-    q: Tensor,
+    q: Tensor | FreshRows,
     k_pool: Tensor,
     v_pool: Tensor,
     batch: PagedBatch,
@@ -385,18 +379,24 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Run the paged kernel with a given split and tiles; results depend on neither split nor rows.
 
-    Returns (out like q, contiguous; float32 lse [num_tokens, heads]). Rows of tokens that belong to
-    no sequence are left unwritten. Raises ValueError on shapes that do not fit.
+    Returns (out [num_tokens, heads, d], contiguous; float32 lse [num_tokens, heads]). Rows of
+    tokens that belong to no sequence are left unwritten. Fresh rows also write the pools; all of a
+    sequence's must fit one row tile. Raises ValueError on shapes that do not fit.
     """
-    _check(q, k_pool, v_pool, options)
-    num_heads, head_dim = q.shape[1:]
-    kv_heads, page = k_pool.shape[1:3]
+    fresh = q if isinstance(q, FreshRows) else None
+    queries = None if isinstance(q, FreshRows) else q
+    if queries is not None:
+        _check(queries, k_pool, v_pool, options)
+    kv_heads, page, head_dim = k_pool.shape[1:]
+    num_heads, num_tokens = (
+        (q.num_heads, len(q.slots)) if isinstance(q, FreshRows) else (q.shape[1], q.shape[0])
+    )
     group = num_heads // kv_heads
     num_seqs = batch.context_lens.numel()
     block_d = max(16, triton.next_power_of_2(head_dim))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    if not q.numel():
+    out = k_pool.new_empty((num_tokens, num_heads, head_dim))
+    lse = k_pool.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    if not out.numel():
         return out, lse
     pages = _page_descriptors(k_pool, v_pool, tiles)
     num_rows = batch.max_query_len * group
@@ -404,36 +404,57 @@ def launch(
     scale = options.scale_for(head_dim)
     num_splits = triton.cdiv(max(batch.max_context_len, 1), split) if split else 1
     num_parts = num_seqs * num_splits * kv_heads * num_rows
-    part_m, part_l = q.new_empty((2, num_parts), dtype=torch.float32)
-    part_u = q.new_empty((num_parts, block_d), dtype=torch.float32)
-    early = launches_early(q.device)
+    part_m, part_l = lse.new_empty((2, num_parts))
+    part_u = lse.new_empty((num_parts, block_d))
+    early = launches_early(k_pool.device)
+    folds = fresh is not None and tiles.folds and split is Split.LEAF
+    ahead = tiles.ahead if early and pages is not None and options.window is None else 0
     _paged_kernel[(num_splits, kv_heads, num_seqs * row_tiles)](
-        q, k_pool, v_pool, *(pages or (None, None)),
+        queries, k_pool, v_pool, *(pages or (None, None)),
         batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
-        out, lse, part_m, part_l, part_u,
+        *_fresh_arguments(fresh), out, lse, part_m, part_l, part_u,
         scale, options.softcap, options.window or 0,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        *((0, 0) if queries is None else queries.stride()[:2]), out.stride(0), out.stride(1),
         *k_pool.stride()[:3], *v_pool.stride()[:3], batch.block_tables.stride(0),
-        num_splits, row_tiles, num_rows,
+        *_fresh_strides(fresh), num_splits, row_tiles, num_rows,
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=tiles.rows,
         TILE=tiles.tile, SPLIT=int(split), WINDOW=options.window is not None,
         SOFTCAP=options.softcap > 0.0, FOLDED=options.softcap == 0.0 and scale > 0.0,
         DESCRIPTORS=pages is not None, ORDERED=tiles.ordered,
         LEAF=LEAF_SIZE, CHUNK=CHUNK_SIZE, ONE_SPAN=batch.max_context_len <= CHUNK_SIZE,
-        EARLY=early, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        EARLY=early, FRESH=fresh is not None,
+        NUM_CHUNKS=0 if fresh is None else fresh.num_chunks,
+        HALF=0 if fresh is None else fresh.tables[0].shape[1],
+        LIVE=triton.next_power_of_2(num_rows) if fresh else 1,
+        NEW=triton.next_power_of_2(batch.max_query_len) if fresh else 1,
+        FOLDS=folds, AHEAD=ahead, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         enable_fp_fusion=False, launch_pdl=early,
     )  # fmt: skip
-    if split:
-        fold_rows = tiles.fold_rows
-        row_blocks = triton.cdiv(num_rows, fold_rows)
+    if split and not folds:
+        row_blocks = triton.cdiv(num_rows, tiles.fold_rows)
         _fold_kernel[(kv_heads, num_seqs * row_blocks)](
             part_m, part_l, part_u, batch.cu_seqlens_q, batch.context_lens, out, lse,
             options.window or 0, out.stride(0), out.stride(1), num_splits, num_rows, row_blocks,
-            GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=fold_rows, SPLIT=int(split),
+            GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=tiles.fold_rows, SPLIT=int(split),
             WINDOW=options.window is not None, LEAF=LEAF_SIZE, EARLY=early,
             num_warps=tiles.fold_warps, enable_fp_fusion=False, launch_pdl=early,
         )  # fmt: skip
     return out, lse
+
+
+def _fresh_arguments(fresh: FreshRows | None) -> tuple[Tensor | None, ...]:
+    """heads, bias, cos, sin, slots, arrivals."""
+    if fresh is None:
+        return (None,) * 6
+    return fresh.heads, fresh.bias, *fresh.tables, fresh.slots, fresh.arrivals
+
+
+def _fresh_strides(fresh: FreshRows | None) -> tuple[int, int, int]:
+    """Of rows and chunks of the projection, and of rows of the tables."""
+    if fresh is None:
+        return 0, 0, 0
+    heads = fresh.heads
+    return heads.stride(-2), heads.stride(0), fresh.tables[0].stride(0)
 
 
 def choose_split(batch: PagedBatch, kv_heads: int, tiles: PagedTiles) -> Split:

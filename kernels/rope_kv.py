@@ -83,8 +83,9 @@ def _turn_heads(
             own = tl.load(weight + rest_lanes, rest_lanes < HEAD_DIM, other=0.0).to(tl.float32)
             rest = (rest * scale).to(kind).to(tl.float32) * own
     out = target + heads * stride_target
-    turned = first * cos - second * sin
-    second = second * cos + first * sin
+    # Which product is rounded is written out: `attention_inputs` does the same in another launch.
+    turned = tl.fma(first, cos, -(second * sin))
+    second = tl.fma(second, cos, first * sin)
     _put_pair(out, lanes, live, turned, second, stride_target_dim, HALF, HALF_PAD, INTERLEAVED)
     if HEAD_DIM > 2 * HALF:
         place = out + rest_lanes * stride_target_dim

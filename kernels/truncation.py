@@ -34,6 +34,7 @@ from kernels.accept import (
     weights_exponent,
 )
 from kernels.draw import PROPOSE_STREAM
+from kernels.early_launch import begin
 from kernels.philox import exponential, uniform_at
 from kernels.row_state import (
     LEAF,
@@ -169,9 +170,10 @@ def _survey_kernel(
     tokens, ids_out, weights_out, reports, dropped_out,
     stride_row, stride_id, vocab_size, num_spans, max_ids, dropped_mass,
     SPAN: tl.constexpr, SPANS_PAD: tl.constexpr, IDS_PAD: tl.constexpr, TILE: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows x spans)."""
+    begin(EARLY)
     index, span = tl.program_id(0) // num_spans, tl.program_id(0) % num_spans
     rule = tl.load(rules + index)
     scale = scale_of(tl.load(temperatures + index), rule)
@@ -356,8 +358,10 @@ def _keep_kernel(
     tokens, ids_out, weights_out, reports, dropped_out,
     stride_row, stride_id, vocab_size, num_spans, max_ids, dropped_mass,
     SPAN: tl.constexpr, CAPACITY: tl.constexpr, IDS_PAD: tl.constexpr, SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows x spans)."""
+    begin(EARLY)
     index, span = tl.program_id(0) // num_spans, tl.program_id(0) % num_spans
     if tl.load(rules + index) != RESIDUAL:
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.reference_attention import AttentionOptions, attention, window_error_bound
 from specmesh.engine.decoder import Decoder, load_decoder
+from specmesh.engine.layer_ops import Linear
 from specmesh.engine.step_attention import HeadNorms, layer_input
 from specmesh.errors import ConfigError, InvalidRequest
 from specmesh.tokenizer import load_tokenizer
@@ -55,9 +56,11 @@ class _Measuring:
     rotation: tuple[Tensor, Tensor]
     layers: list[LayerError] = field(default_factory=list)
 
-    def __call__(self, qkv: Tensor, layer_index: int, norms: HeadNorms | None) -> Tensor:
+    def __call__(
+        self, project: Linear, x: Tensor, layer_index: int, norms: HeadNorms | None
+    ) -> Tensor:
         """See `StepAttention`; measures the layer too."""
-        spec = self.decoder.spec
+        spec, qkv = self.decoder.spec, project(x)
         inputs = layer_input(spec, qkv, self.rotation, norms)
         q, k, v = (
             part.transpose(0, 1)[None].float()

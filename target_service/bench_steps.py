@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="target_service.bench_steps", description=__doc__)
     parser.add_argument("--model", choices=sorted(steps.CONFIGS), default="8b")
-    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--only", default="", help="parts of cases' names, by commas")
     parser.add_argument("--library", action="store_true", help="cuBLAS: no invariance")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
     parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, device)
     reports: list[dict[str, Any]] = []
     for case in _cases(options.model):
-        if options.only in case.name:
+        if steps.is_wanted(case, options.only):
             reports.append(
                 steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
             )
@@ -81,7 +81,9 @@ def main(argv: list[str]) -> int:
         by_shape = {
             (case.shape.num_seqs, case.shape.max_query_len): report
             for case, report in zip(
-                [c for c in _cases(options.model) if options.only in c.name], reports, strict=True
+                [c for c in _cases(options.model) if steps.is_wanted(c, options.only)],
+                reports,
+                strict=True,
             )
         }
         for key, measured in steps.transformers_steps(

@@ -45,6 +45,9 @@ class PagedTiles:
     tile: keys per score tile, part of the numeric contract. rows: packed query rows of a program;
     fold_rows: rows of a folding program. min_programs: (sequence, kv head, split) programs below
     which a finer split is taken. descriptors: load pages by bulk copies where the layout allows.
+    folds: where new tokens come as their projection leaves them, the program that ends a sequence
+    and head last folds its leaves; else a launch of its own does. ahead: tiles of a program's
+    keys asked for before the kernel ahead has ended.
     """
 
     tile: int
@@ -56,6 +59,8 @@ class PagedTiles:
     min_programs: int = 128
     descriptors: bool = False
     ordered: bool = False
+    folds: bool = False
+    ahead: int = 0
 
 
 @lru_cache
@@ -99,7 +104,7 @@ _BACKWARD_FALLBACK = Tiles(32, 32, num_warps=4, num_stages=1)
 # (architecture, padded head_dim) -> (verify and decode, prefill). One tile size per architecture
 # and head_dim: the two share their bits. 64 rows are one tensor-core product, and hold 8 queries of
 # a group of 8 heads.
-_VERIFY = PagedTiles(64, 64, fold_rows=1, fold_warps=1, descriptors=True)
+_VERIFY = PagedTiles(64, 64, fold_rows=1, fold_warps=1, descriptors=True, folds=True)
 _PREFILL = PagedTiles(64, 64, descriptors=True)
 PAGED: dict[tuple[str, int], tuple[PagedTiles, PagedTiles]] = {
     ("sm_90", 64): (_VERIFY, _PREFILL),

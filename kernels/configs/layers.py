@@ -29,9 +29,11 @@ class LinearTiles:
     block_m, more_m: a program's rows are the sum of the two (more_m may be 0). block_n counts
     columns of the result: a SwiGLU tile reads as many columns of gate and of up. turned: weights
     are the first operand of the matrix instruction, whose second may be any multiple of 8. block_k:
-    columns of K a round of the loop takes, where they divide K and its chunks; else the contract's.
+    columns of K a round of the loop takes, where they divide K and its chunks; else the contract's,
+    with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
-    asked for before the kernel ahead has ended, a power of two.
+    asked for before the kernel ahead has ended, a power of two. paired: one product makes gate and
+    up, for weights of one chunk that bulk copies read, turned.
     """
 
     block_m: int
@@ -45,6 +47,7 @@ class LinearTiles:
     descriptors: bool = False
     gathers: bool = False
     ahead: int = 0
+    paired: bool = False
     ordered: bool = False
 
 

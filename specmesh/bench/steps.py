@@ -32,6 +32,7 @@ from specmesh.engine.weights import expected_shapes
 BANDWIDTH = 4.3e12  # bytes a second, a device copy on an H200, read and written
 CONTEXT = 600  # tokens of every sequence
 NUM_SAMPLES = 30
+CACHE_LEN = 1024  # of the baseline's static cache: the context and what its calls add
 WARM_UP = 5
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -78,6 +79,11 @@ class StepCase:
     shape: StepShape
     context: int = CONTEXT
     bar_ms: float | None = None
+
+
+def is_wanted(case: StepCase, only: str) -> bool:
+    """Whether a case's name holds one of the parts that `only` lists; an empty list wants all."""
+    return any(part in case.name for part in only.split(","))
 
 
 def device_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> Measured:
@@ -227,50 +233,83 @@ def measure(
     return report
 
 
-def transformers_steps(
-    model: str, cases: Sequence[tuple[int, int]], context: int, device: torch.device
-) -> Iterator[tuple[tuple[int, int], Measured]]:
-    """transformers' Llama with compiled layers in a CUDA graph: (batch, rows) -> device time.
+def transformers_step(
+    baseline: Any, batch: int, rows: int, context: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """One step of transformers' model on a static cache: logits of `rows` tokens a sequence.
 
-    A static cache of `context` tokens, logits of every row, random weights of the same shape.
+    The cache starts with `context` tokens of zeros, which take as long as others; each call adds
+    its rows.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import StaticCache
+
+    config = baseline.config
+    make_cache: Any = StaticCache
+    cache = make_cache(config=config, max_cache_len=CACHE_LEN)
+    cache.early_initialization(
+        batch, config.num_key_value_heads, config.head_dim, baseline.dtype, device
+    )
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(context)
+    new = torch.randint(0, 100, (batch, rows), device=device)
+    positions = torch.arange(context, context + rows, device=device)[None]
+
+    def step() -> Tensor:
+        result: Tensor = baseline(
+            new, past_key_values=cache, position_ids=positions, use_cache=True
+        ).logits
+        return result
+
+    return step
+
+
+def transformers_model(model: str, device: torch.device) -> Any:
+    """transformers' Llama of a named shape: random bfloat16 weights, torch's attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     fields = {k: v for k, v in CONFIGS[model].items() if k != "architectures"}
     make_config: Any = LlamaConfig
     make_model: Any = LlamaForCausalLM
     config = make_config(**fields, attn_implementation="sdpa", dtype=torch.bfloat16)
     with torch.device(device):
-        baseline = make_model(config).to(torch.bfloat16).eval()
+        return make_model(config).to(torch.bfloat16).eval()
+
+
+def transformers_steps(
+    model: str, cases: Sequence[tuple[int, int]], context: int, device: torch.device
+) -> Iterator[tuple[tuple[int, int], Measured]]:
+    """transformers' Llama with compiled layers in a CUDA graph: (batch, rows) -> device time.
+
+    Logits of every row, random weights of the same shape, a static cache. A layer's index is a
+    constant to the compiler, so every layer is compiled at every shape: with the usual limit of
+    eight the others would run uncompiled, without a word.
+    """
+    baseline = transformers_model(model, device)
     for layer in baseline.model.layers:
         layer.compile(dynamic=False)
-    for batch, rows in cases:
-        cache = StaticCache(config=config, max_cache_len=1024)
-        ids = torch.randint(0, 1000, (batch, context), device=device)
-        new = ids[:, :rows].contiguous()
-        positions = torch.arange(context, context + rows, device=device)
-
-        def step(new: Tensor = new, cache: Any = cache, positions: Tensor = positions) -> Tensor:
-            result: Tensor = baseline(
-                new, past_key_values=cache, cache_position=positions, use_cache=True
-            ).logits
-            return result
-
-        with torch.inference_mode():
-            baseline(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
+    limit = len(baseline.model.layers) * len(cases)
+    limits: Any = torch._dynamo.config
+    with limits.patch(
+        recompile_limit=limit,
+        accumulated_recompile_limit=8 * limit,
+        fail_on_recompile_limit_hit=True,
+    ):
+        for batch, rows in cases:
+            step = transformers_step(baseline, batch, rows, context, device)
+            with torch.inference_mode():
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(2):
+                        step()
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
                     step()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            yield (batch, rows), device_times(graph.replay)
-        del graph, cache
-        gc.collect()
-        torch.cuda.empty_cache()
+                yield (batch, rows), device_times(graph.replay)
+            del graph, step
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def write(reports: Sequence[dict[str, Any]], path: Path | None, command: str) -> None:

@@ -189,7 +189,7 @@ class Decoder:
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         last = len(self._layers) - 1
         for i, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            attended = attention(layer.qkv(normed), i, layer.head_norms)
+            attended = attention(layer.qkv, normed, i, layer.head_norms)
             if i == last and logit_rows is not None:
                 # Past the last keys and values only the wanted rows matter.
                 attended, stream = attended[logit_rows], stream[logit_rows]

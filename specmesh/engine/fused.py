@@ -1,9 +1,10 @@
 """The decoder's operations by the project's kernels: on a GPU, or in Triton's interpreter.
 
-Owns how a layer maps onto `kernels/`: linear layers with fused ends, one launch for head norms,
-rotation and K/V write, attention over pages. Everything here works on tensors of fixed shape whose
-contents alone vary, so a CUDA graph can hold it. Must not know sessions or buckets. Importing this
-module imports Triton; `decoder.py` does so only where the kernels are asked for.
+Owns how a layer maps onto `kernels/`: linear layers with fused ends, rotation, K/V write and
+attention over pages in one launch for short segments, in two with norms of heads or long ones.
+Everything here works on tensors of fixed shape whose contents alone vary, so a CUDA graph can hold
+it. Must not know sessions or buckets. Importing this module imports Triton; `decoder.py` does so
+only where the kernels are asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from kernels import linear as linear_kernel
 from kernels import linear_norm as linear_norm_kernel
 from kernels import norm as norm_kernel
 from kernels import rope_kv as rope_kernel
+from kernels.attention_inputs import FreshRows
 from kernels.paged_attention import call_op
 from kernels.reference_attention import AttentionOptions, PagedBatch
+from kernels.rotary_attention import fits, rotary_attention
 from specmesh.engine.families import ModelSpec
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.layer_ops import LayerOps, Linear
@@ -96,7 +99,8 @@ class PagedAttention:
 
     tables: (cos, sin) float32 [max positions, rotary_dim / 2]. positions, slots: int [num_tokens];
     a token at slot -1 is padding: it writes nothing and its row holds anything. groups cover the
-    tokens in order; one launch each, since a launch is shaped by its longest sequence.
+    tokens in order; one launch each, since a launch is shaped by its longest sequence. arrivals: as
+    of `attention_inputs.FreshRows`, made for every layer where None.
     """
 
     spec: ModelSpec
@@ -105,10 +109,17 @@ class PagedAttention:
     positions: Tensor
     slots: Tensor
     groups: tuple[PagedGroup, ...]
+    arrivals: Tensor | None = None
 
-    def __call__(self, qkv: Tensor, layer_index: int, norms: HeadNorms | None) -> Tensor:
+    def __call__(
+        self, project: Linear, x: Tensor, layer_index: int, norms: HeadNorms | None
+    ) -> Tensor:
         """See `step_attention.StepAttention`."""
         spec, pool = self.spec, self.cache.pools[layer_index]
+        longest = max(group.batch.max_query_len for group in self.groups)
+        if norms is None and len(self.groups) == 1 and fits(spec.num_heads, pool[0], longest):
+            return self._attend_fresh(project, x, layer_index)
+        qkv = project(x)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
         queries = rope_kernel.rope_kv(
@@ -128,3 +139,18 @@ class PagedAttention:
             parts.append(call_op(own, pool[0], pool[1], group.batch, options)[0])
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.view(len(qkv), -1)
+
+    def _attend_fresh(self, project: Linear, x: Tensor, layer_index: int) -> Tensor:
+        """One launch behind the product: the bits of the others in turn."""
+        assert isinstance(project, FusedLinear)  # this module's table made it
+        spec, pool, batch = self.spec, self.cache.pools[layer_index], self.groups[0].batch
+        heads, bias = linear_kernel.linear_chunks(
+            x, project.weight, project.bias, invariant=project.invariant
+        )
+        arrivals = self.arrivals
+        if arrivals is None:
+            num_counters = batch.context_lens.numel() * spec.num_kv_heads
+            arrivals = torch.zeros(num_counters, dtype=torch.int32, device=x.device)
+        fresh = FreshRows(heads, bias, self.tables, self.slots, arrivals, spec.num_heads)
+        options = AttentionOptions(causal=True, window=spec.windows[layer_index])
+        return rotary_attention(fresh, (pool[0], pool[1]), batch, options).view(len(x), -1)

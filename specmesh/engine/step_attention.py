@@ -17,6 +17,7 @@ from kernels import reference_layers
 from specmesh.engine.attention import LayerInput, StepLayout, Workspace, attend, write_kv
 from specmesh.engine.families import ModelSpec
 from specmesh.engine.kv_cache import KVCache
+from specmesh.engine.layer_ops import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,14 @@ class HeadNorms:
 class StepAttention(Protocol):
     """Attention of one step over all its sequences."""
 
-    def __call__(self, qkv: Tensor, layer_index: int, norms: HeadNorms | None) -> Tensor:
-        """Rotate queries and keys, store keys and values, attend.
+    def __call__(
+        self, project: Linear, x: Tensor, layer_index: int, norms: HeadNorms | None
+    ) -> Tensor:
+        """Project, rotate queries and keys, store keys and values, attend.
 
-        qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], the merged projection. Returns
-        [num_tokens, num_heads * head_dim]. Writes the layer's pool at the step's slots.
+        x [num_tokens, hidden]; project gives the merged queries, keys and values, [num_tokens,
+        (num_heads + 2 num_kv_heads) * head_dim]. Returns [num_tokens, num_heads * head_dim]. Writes
+        the layer's pool at the step's slots.
         """
         ...
 
@@ -44,7 +48,7 @@ def layer_input(
 ) -> LayerInput:
     """Queries and keys normalised and rotated, values as they are: views of and beside qkv.
 
-    qkv as of `StepAttention`; rotation: (cos, sin) of its tokens, [num_tokens, rotary_dim / 2].
+    qkv: the merged projection; rotation: (cos, sin) of its tokens, [num_tokens, rotary_dim / 2].
     """
     heads = qkv.view(len(qkv), -1, spec.head_dim)
     num_rotated = spec.num_heads + spec.num_kv_heads
@@ -77,9 +81,11 @@ class GatheredAttention:
     rotation: tuple[Tensor, Tensor]
     workspace: Workspace
 
-    def __call__(self, qkv: Tensor, layer_index: int, norms: HeadNorms | None) -> Tensor:
+    def __call__(
+        self, project: Linear, x: Tensor, layer_index: int, norms: HeadNorms | None
+    ) -> Tensor:
         """See `StepAttention`."""
         spec, pool = self.spec, self.cache.pools[layer_index]
-        inputs = layer_input(spec, qkv, self.rotation, norms)
+        inputs = layer_input(spec, project(x), self.rotation, norms)
         write_kv(pool, self.layout, inputs.keys, inputs.values)
         return attend(inputs, pool, self.layout, spec.windows[layer_index], self.workspace)

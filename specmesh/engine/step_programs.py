@@ -154,6 +154,8 @@ class StepProgram:
         self.logits = logits_buffer[:num_logits]
         nothing = torch.zeros(shape.num_slots, dtype=torch.int32, device=device)
         self._next = nothing, nothing.clone(), nothing.clone()
+        num_counters = shape.num_slots * decoder.spec.num_kv_heads
+        self._arrivals = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._each_one = torch.arange(shape.num_slots + 1, dtype=torch.int32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         make_event: Any = torch.cuda.Event  # untyped in torch
@@ -246,7 +248,9 @@ class StepProgram:
     ) -> PagedAttention:
         decoder = self._decoder
         tables = decoder.rope_tables()
-        return PagedAttention(decoder.spec, self._cache, tables, positions, slots, groups)
+        return PagedAttention(
+            decoder.spec, self._cache, tables, positions, slots, groups, self._arrivals
+        )
 
     def _batch(self, cu_seqlens: Tensor, first: int, count: int, max_query_len: int) -> PagedBatch:
         inputs = self.buffers.inputs.device

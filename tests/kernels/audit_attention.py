@@ -21,6 +21,7 @@ from kernels import (
     paged_attention,
 )
 from kernels.attention_forward import Inputs
+from kernels.attention_inputs import FreshRows
 from kernels.configs import attention as configs
 from kernels.reference_attention import AttentionOptions, PagedBatch
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
@@ -75,10 +76,35 @@ def paged_launches(head_dim: int) -> Iterator[tuple[str, Launch]]:
         yield f"paged-{name}-{head_dim}", launches[0]
 
 
+def fresh_launches(head_dim: int) -> Iterator[tuple[str, Launch]]:
+    """Steps that rotate and store their own tokens: a verify of one sequence by leaf, of chunks'
+    sums, and a decode of 64 over whole sequences."""
+    pool, ints = meta(4096, 8, 64, head_dim), torch.int32
+    tables = (meta(8192, head_dim // 2, dtype=torch.float32),) * 2
+    width = (32 + 2 * 8) * head_dim
+    for name, split, num_seqs, query_len, heads in (
+        ("leaf", paged_attention.Split.LEAF, 1, 5, meta(4, 5, width, dtype=torch.float32)),
+        ("sequence", paged_attention.Split.SEQUENCE, 64, 1, meta(64, width)),
+    ):
+        num_tokens = num_seqs * query_len
+        fresh = FreshRows(
+            heads, None, tables, meta(num_tokens, dtype=ints), meta(8 * num_seqs, dtype=ints), 32
+        )
+        batch = PagedBatch(
+            meta(num_seqs + 1, dtype=ints), meta(num_seqs, dtype=ints),
+            meta(num_seqs, 16, dtype=ints), query_len, 1024,
+        )  # fmt: skip
+        with recorded(paged_attention, "_paged_kernel", "_fold_kernel") as launches:
+            tiles = configs.PAGED[ARCHITECTURE, head_dim][0]
+            paged_attention.launch(fresh, pool, pool, batch, CAUSAL, split, tiles)
+        yield f"fresh-{name}-{head_dim}", launches[0]
+
+
 def main() -> int:
     launches = [
         *(launch for _, head_dim in configs.FORWARD for launch in dense_launches(head_dim)),
         *(launch for _, head_dim in configs.PAGED for launch in paged_launches(head_dim)),
+        *(launch for _, head_dim in configs.PAGED for launch in fresh_launches(head_dim)),
     ]
     for name, launch in launches:
         sys.stdout.write(json.dumps({"name": name} | asdict(compile_launch(launch))) + "\n")

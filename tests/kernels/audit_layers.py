@@ -126,6 +126,7 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
 
 def layer_launches() -> Iterator[tuple[str, Launch]]:
     shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 160, 320)]
+    shapes += [(rows, 576, 3072, "swiglu") for rows in (1, 64)]
     shapes += [(rows, 14336, 4096, "none") for rows in (5, 64, 160, 320)]
     shapes += [(rows, 4096, 6144, "none") for rows in (1, 160, 320)]
     shapes += [(rows, 4096, 128256, "none") for rows in (5, 320)]

@@ -18,6 +18,8 @@ BARS = (
     "paged-leaf",
     "paged-chunk",
     "paged-prefill",
+    "fresh-leaf",
+    "fresh-sequence",
 )
 
 
@@ -46,10 +48,11 @@ def test_every_kernel_uses_tensor_cores_and_asynchronous_copies(
 def test_no_kernel_spills_where_it_matters(reports: list[dict[str, Any]]) -> None:
     """No local memory at all, but for paged kernels outside their loops over tiles.
 
-    Those keep a few addresses there; prefill also its state, while it folds a chunk.
+    Those keep a few addresses there; prefill also its state, while it folds a chunk; and steps that
+    take tokens from their projection some of what they read ahead.
     """
     for report in reports:
-        if not report["name"].startswith(("paged-chunk", "paged-prefill")):
+        if not report["name"].startswith(("paged-chunk", "paged-prefill", "fresh")):
             assert report["stack_bytes"] == 0, report
         assert report["spills_in_loops"] <= (4 if "prefill" in report["name"] else 0), report
 

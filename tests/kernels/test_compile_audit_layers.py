@@ -32,7 +32,7 @@ def test_linear_layers_use_one_family_of_tensor_cores_and_asynchronous_copies(
     """Every linear launch, whatever its rows, multiplies by wgmma alone: one family, one set of
     bits; and its tiles arrive by asynchronous or bulk copies."""
     linears = [report for report in reports if report["name"].startswith("linear")]
-    assert len(linears) == 13
+    assert len(linears) == 15
     for report in linears:
         assert report["wgmma"] > 0, report
         assert report["mma"] == 0, report

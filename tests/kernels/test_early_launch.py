@@ -9,9 +9,11 @@ from torch import Tensor
 from kernels import linear as linear_module
 from kernels import linear_norm as linear_norm_module
 from kernels import norm, paged_attention, rope_kv
-from kernels.linear import linear
+from kernels.attention_inputs import FreshRows
+from kernels.linear import linear, linear_chunks
 from kernels.linear_norm import linear_norm
-from kernels.reference_attention import PagedBatch
+from kernels.reference_attention import AttentionOptions, PagedBatch
+from kernels.rotary_attention import rotary_attention
 
 NUM_LAYERS, NUM_SEQS, HEADS, KV_HEADS, HEAD_DIM, PAGE, CONTEXT = 8, 3, 8, 2, 64, 64, 150
 WIDTH, INNER, EPS = HEADS * HEAD_DIM, 1536, 1e-5
@@ -40,26 +42,38 @@ class Layers:
         ]
         pages = -(-CONTEXT // PAGE)
         self.pools = [random(2, NUM_SEQS * pages, KV_HEADS, PAGE, HEAD_DIM) for _ in self.weights]
-        self.tables = tuple(torch.rand(CONTEXT, HEAD_DIM // 2, device="cuda") for _ in range(2))
+        cos, sin = (torch.rand(CONTEXT, HEAD_DIM // 2, device="cuda") for _ in range(2))
+        self.tables = cos, sin
+        self.arrivals = torch.zeros(NUM_SEQS * KV_HEADS, dtype=torch.int32, device="cuda")
         table = torch.arange(NUM_SEQS * pages, dtype=torch.int32).view(NUM_SEQS, pages)
         self.positions = torch.full((NUM_SEQS,), CONTEXT - 1, device="cuda")
-        self.slots = (table[:, -1].long() * PAGE + (CONTEXT - 1) % PAGE).cuda()
+        self.slots = (table[:, -1] * PAGE + (CONTEXT - 1) % PAGE).cuda()
         self.batch = PagedBatch(
             torch.arange(NUM_SEQS + 1, dtype=torch.int32).cuda(),
             torch.full((NUM_SEQS,), CONTEXT, dtype=torch.int32).cuda(),
             table.cuda(), 1, 1024,
         )  # fmt: skip
 
+    def attend(self, normed: Tensor, qkv: Tensor, pool: Tensor) -> Tensor:
+        heads = linear(normed, qkv).view(NUM_SEQS, -1, HEAD_DIM)
+        queries = rope_kv.rope_kv(
+            heads[:, :HEADS], heads[:, HEADS : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :],
+            self.tables, self.positions, self.slots, (pool[0], pool[1]),
+        )  # fmt: skip
+        return paged_attention.paged_attention(queries, pool[0], pool[1], self.batch)[0]
+
+    def attend_fresh(self, normed: Tensor, qkv: Tensor, pool: Tensor) -> Tensor:
+        heads, bias = linear_chunks(normed, qkv, None)
+        fresh = FreshRows(heads, bias, self.tables, self.slots, self.arrivals, HEADS)
+        return rotary_attention(fresh, (pool[0], pool[1]), self.batch, AttentionOptions())
+
     def run(self, x: Tensor) -> Tensor:
         """The stream after all layers."""
         stream, normed = x, norm.rmsnorm(x, self.weights[0][4], EPS)
-        for (qkv, out, gate_up, down, scale), pool in zip(self.weights, self.pools, strict=True):
-            heads = linear(normed, qkv).view(NUM_SEQS, -1, HEAD_DIM)
-            queries = rope_kv.rope_kv(
-                heads[:, :HEADS], heads[:, HEADS : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :],
-                self.tables, self.positions, self.slots, (pool[0], pool[1]),
-            )  # fmt: skip
-            attended = paged_attention.paged_attention(queries, pool[0], pool[1], self.batch)[0]
+        for index, (weights, pool) in enumerate(zip(self.weights, self.pools, strict=True)):
+            qkv, out, gate_up, down, scale = weights
+            attend = self.attend_fresh if index % 2 else self.attend
+            attended = attend(normed, qkv, pool)
             stream, normed = linear_norm(
                 attended.view(NUM_SEQS, WIDTH), out, None, stream, scale, EPS
             )

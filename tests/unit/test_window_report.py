@@ -11,6 +11,7 @@ import torch
 
 from specmesh.cli import main
 from specmesh.engine.decoder import StepBatch, load_decoder
+from specmesh.engine.layer_ops import Linear
 from specmesh.engine.step_attention import HeadNorms, StepAttention
 from specmesh.errors import InvalidRequest
 from specmesh.window_report import LayerError, measure
@@ -61,8 +62,10 @@ class _Spy:
     def __init__(self, attention: StepAttention, seen: list[torch.Tensor]) -> None:
         self._attention, self._seen = attention, seen
 
-    def __call__(self, qkv: torch.Tensor, index: int, norms: HeadNorms | None) -> torch.Tensor:
-        found = self._attention(qkv, index, norms)
+    def __call__(
+        self, project: Linear, x: torch.Tensor, index: int, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        found = self._attention(project, x, index, norms)
         if index == 0:
             self._seen.append(found)
         return found
