@@ -15,6 +15,7 @@ import socket
 import sys
 
 from coordinator.replica import CoordinatorReplica
+from specmesh import event_loop
 from specmesh.config import CoordinatorSettings, load_settings
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.logs import configure_logging
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         settings = load_settings(CoordinatorSettings, flags)
         instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
         configure_logging("coordinator", instance_id, settings.telemetry.log_level)
-        asyncio.run(_serve(settings))
+        event_loop.run(_serve(settings))
     except (ConfigError, ModelMismatch) as error:
         sys.stderr.write(f"coordinator: {error}\n")
         return 2

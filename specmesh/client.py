@@ -28,6 +28,7 @@ import grpc
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc, session_pb2
 from specmesh.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotReady, SpecmeshError
+from specmesh.event_loop import LoopThread
 from specmesh.request import ChatTurn, GenerateOptions, Prompt
 from specmesh.resume import Resumption
 from specmesh.rpc import RpcLimits, create_channel, error_from_rpc
@@ -286,15 +287,11 @@ class Client:
 
     def __init__(self, addresses: str | Sequence[str], **options: Any) -> None:
         """See `AsyncClient`."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="specmesh-client", daemon=True
-        )
-        self._thread.start()
+        self._thread = LoopThread("specmesh-client")
         try:
             self._client = self._run(_construct(addresses, options))
         except BaseException:
-            self._end_loop()
+            self._thread.close()
             raise
 
     def __enter__(self) -> Self:
@@ -312,16 +309,11 @@ class Client:
 
     def close(self) -> None:
         """Close the channels and end the thread. Idempotent."""
-        if self._loop.is_closed():
+        if self._thread.is_closed:
             return
         self._run(self._client.close())
-        self._run(self._loop.shutdown_asyncgens())  # streams that were left without being closed
-        self._end_loop()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._run(_end_generators())  # streams that were left without being closed
+        self._thread.close()
 
     def stream(
         self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float = 600.0
@@ -350,15 +342,15 @@ class Client:
             while (event := self._run(_next(events))) is not None:
                 yield event
         finally:
-            if not self._loop.is_closed():
+            if not self._thread.is_closed:
                 self._run(events.aclose())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if self._thread.is_closed:
             work.close()
             raise _closed()
         ended = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_tracked(work, ended), self._loop)
+        future = self._thread.submit(_tracked(work, ended))
         try:
             return future.result()
         except BaseException:
@@ -370,6 +362,10 @@ class Client:
 
 def _closed() -> Cancelled:
     return Cancelled("the client is closed")
+
+
+async def _end_generators() -> None:
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference_attention import PagedBatch
+from specmesh import event_loop
 from specmesh.bench.stack_cases import chat_ids, read_prompts
 from specmesh.client import AsyncClient, Chunk, GenerateOptions
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
@@ -234,7 +235,7 @@ def check_greedy(address: str, prompts: Sequence[Sequence[int]], max_tokens: int
         options = GenerateOptions(
             temperature=0.0, max_tokens=max_tokens, num_draft_tokens=k, ignore_eos=True
         )
-        return asyncio.run(_texts(address, prompts, options, concurrency))
+        return event_loop.run(_texts(address, prompts, options, concurrency))
 
     speculated, plain = texts(4, 32), texts(0, 48)
     wrong = sum(a != b for a, b in zip(speculated, plain, strict=True))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.specmesh.v1 import generation_pb2 as pb
+from specmesh import event_loop
 from specmesh.client import AsyncClient, GenerateOptions, RetryPolicy
 
 
@@ -64,7 +65,7 @@ def one_after_another(
         async with AsyncClient(address, retry=RetryPolicy(max_attempts=1)) as client:
             return [await timed_request(client, prompt, options) for prompt in prompts]
 
-    return asyncio.run(work())
+    return event_loop.run(work())
 
 
 def all_at_once(
@@ -80,4 +81,4 @@ def all_at_once(
             )
             return time.perf_counter() - began, list(timed)
 
-    return asyncio.run(work())
+    return event_loop.run(work())

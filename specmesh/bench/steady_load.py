@@ -23,6 +23,7 @@ import grpc
 
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc
+from specmesh import event_loop
 from specmesh.errors import NotReady
 from specmesh.randomness import philox
 from specmesh.request import GenerateOptions
@@ -168,7 +169,7 @@ def run_share(share: Share) -> list[Stream]:
     gc.collect()
     gc.disable()  # a collection would be a latency of nobody's
     try:
-        return asyncio.run(_run_share(share))
+        return event_loop.run(_run_share(share))
     finally:
         gc.enable()
 

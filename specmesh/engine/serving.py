@@ -22,6 +22,7 @@ import grpc
 import torch
 
 from protos.specmesh.v1 import session_pb2
+from specmesh import event_loop
 from specmesh.allocator import keep_freed_memory, keep_started_objects
 from specmesh.config import DraftSettings, EngineSettings, ServerSettings, TargetSettings
 from specmesh.engine.commands import Observers
@@ -313,7 +314,7 @@ def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
         await ServiceProcess(settings, side).run()
 
     try:
-        asyncio.run(run())
+        event_loop.run(run())
     except InternalError as error:
         logger.critical("ended on a fault", extra={"error": str(error)})
         return 1

@@ -146,7 +146,11 @@ def test_a_timeline_cuts_a_round_without_gaps() -> None:
     assert tuple(found) == PHASES
     assert list(found.values()) == pytest.approx([1, 2, 6, 2, 1, 2, 3, 9, 2, 2])
     assert sum(found.values()) == pytest.approx(round_.duration_ms)
-    assert phases(round_, Trace("ab" * 16, spans, passes[1:])) is None  # a pass is missing
+    chain = phases(round_, Trace("ab" * 16, spans, passes[1:]))  # both candidates in one pass
+    assert chain is not None
+    assert list(chain.values()) == pytest.approx([1, 2, 3, 0, 6, 2, 3, 9, 2, 2])
+    three = span(ROUND, 4, 1, (10, 40), **{Key.NUM_DRAFT_TOKENS: 3})
+    assert phases(three, Trace("ab" * 16, [three, *spans[1:]], passes)) is None  # one is missing
     assert phases(round_, Trace("ab" * 16, spans[:2], passes)) is None
     plain = span(ROUND, 4, 1, (10, 40))
     assert phases(plain, Trace("ab" * 16, [plain, *spans[1:]], passes)) is None
