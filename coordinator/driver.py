@@ -53,8 +53,9 @@ from coordinator.messages import (
     Verify,
 )
 from coordinator.placement import prefix_key
-from coordinator.protocol import Session, Stage
+from coordinator.protocol import Session
 from coordinator.records import FinishedRound, RoundClock, RoundRecorder
+from coordinator.stages import Stage
 from coordinator.translate import draft_reply, target_reply, to_wire
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import LinkSettings
@@ -358,6 +359,8 @@ class Driver:
     def _round_done(self, action: RoundDone) -> None:
         timing = self._clock.end_round(action, time.perf_counter_ns())
         span = self._recorder.detach()
+        if action.more:  # the next round's command is out already
+            self._recorder.trace_context(self._session)
         audit, self._audit = self._audit, None
         if audit is None:
             self._finished_rounds.append(FinishedRound(action, timing, span))

@@ -81,7 +81,10 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Judge `candidates` after the prefix, or decode num_steps tokens when there are none."""
+    """Judge `candidates` after the prefix, or decode num_steps tokens when there are none.
+
+    Tokens of several steps come in parts; each is a round of its own.
+    """
 
     epoch: int
     round: int
@@ -169,12 +172,15 @@ class Verdict:
     """The target's answer. outcome is None where the coordinator decides: only rows came then.
 
     redraw_mismatch with it: the candidates were refuted, and the one row is for a round without.
+    more: the command goes on, this is a part of its answer. offset: tokens in the parts before.
     """
 
     outcome: Outcome | None
     rows: Rows = ()
     logprob_rows: Logprobs = ()
     redraw_mismatch: int | None = None
+    more: bool = False
+    offset: int = 0
 
 
 # ---------------------------------------------------------------- events
@@ -306,23 +312,11 @@ class SessionPlan:
     with_logprobs: bool = False
     num_draft_tokens: int | None = None
     max_num_draft_tokens: int = 8
-    plain_steps: int = 4
+    plain_steps: int = 64
     audit_ratio: float = 0.0
     parallel_prefill: bool | None = None
     max_round_retries: int = 3
     max_failovers: int = 5
-
-    @property
-    def hides_stops(self) -> bool:
-        """Whether several plain steps must take their full time, stop id or not.
-
-        Answered early, a command would tell of a stop. Were this replica lost in between, only the
-        sequences without one would be drawn again, and with other noise where a draft is back by
-        then (DESIGN section 2, rule 12). Coupled and greedy draws repeat themselves, and so do
-        those of a request that never drafts.
-        """
-        drafts = self.num_draft_tokens != 0
-        return self.rule is Rule.RESIDUAL and drafts and bool(self.stop_ids)
 
 
 class IllegalEvent(Exception):
@@ -389,7 +383,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Replace the side's timer. num_tokens: tokens the command has to compute first."""
+    """Replace the side's timer. num_tokens: tokens to be computed before it answers."""
 
     side: Side
     epoch: int
@@ -445,7 +439,11 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """The record of one committed round (DESIGN section 8). round_index 0 is the prompt's."""
+    """The record of one committed round (DESIGN section 8). round_index 0 is the prompt's.
+
+    offset: tokens of its command that rounds before this one brought. more: the next round is of
+    the same command.
+    """
 
     round_index: int
     target_epoch: int
@@ -472,6 +470,8 @@ class RoundDone:
     draft_report: Any = None
     candidates: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    offset: int = 0
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

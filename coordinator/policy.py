@@ -45,6 +45,7 @@ class RoundSample:
     num_tokens: tokens it brought. forward_s: of target_s, the target's passes (0: not known, all of
     it); one pass with candidates, one a token without. batch_size, batch_rows: sequences and token
     rows of all of them in the largest pass (0 rows: as many for each as this one had).
+    is_later_part: of plain decoding, tokens that came without being asked for.
     """
 
     num_draft_tokens: int
@@ -57,6 +58,7 @@ class RoundSample:
     batch_size: int = 1
     batch_rows: int = 0
     forward_s: float = 0.0
+    is_later_part: bool = False
 
     @property
     def pass_s(self) -> float:
@@ -71,7 +73,8 @@ class RoundSample:
 
     @property
     def other_s(self) -> float:
-        """Once a command whatever it holds: queue, network, decision, management."""
+        """Besides passes: queue, network, decision, management. Once a command, and less for parts
+        of an answer that follow by themselves."""
         outside = self.target_s - self.forward_s if self.forward_s else 0.0
         return max(0.0, outside) + self.manage_s
 
@@ -161,7 +164,8 @@ class Costs:
     """Times at numbers of sessions that share a table, in seconds.
 
     passes: of the target, over rows of all sequences. share: of the sessions, how many are in a
-    verifying pass.
+    verifying pass. other: of a round with candidates, what it takes besides; plain_other: of a
+    command of plain decoding; part_other: of a token that comes while such a command goes on.
     """
 
     # A draft's time is about proportional to its tokens.
@@ -169,6 +173,7 @@ class Costs:
     passes: PassTimes = field(default_factory=PassTimes)
     other: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     plain_other: Line = field(default_factory=lambda: Line(relative_slope=0.0))
+    part_other: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     share: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     num_drafted_rounds: int = 0
     num_plain_rounds: int = 0
@@ -180,7 +185,10 @@ class Costs:
             self.passes.add(sample.rows, sample.pass_s, keep)
         if k == 0:
             self.num_plain_rounds += 1
-            self.plain_other.add(0.0, sample.other_s, keep)
+            if sample.is_later_part:
+                self.part_other.add(0.0, sample.other_s / max(1, sample.num_tokens), keep)
+            else:
+                self.plain_other.add(0.0, sample.other_s, keep)
             return
         self.num_drafted_rounds += 1
         self.draft.add(k, sample.draft_s, keep)
@@ -190,7 +198,8 @@ class Costs:
     def plain_s(self, plain_steps: int, num_sessions: float) -> float:
         """Estimated time of a token while no session drafts."""
         other = self.plain_other if self.plain_other.weight else self.other
-        return self.passes.at(num_sessions) + other.at(0.0) / plain_steps
+        per_token = other.at(0.0) / plain_steps + self.part_other.at(0.0)
+        return self.passes.at(num_sessions) + per_token
 
     def round_s(self, k: int, num_sessions: float) -> float:
         """Estimated time of a round with k >= 1 candidates while every session drafts as many."""

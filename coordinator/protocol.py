@@ -5,7 +5,7 @@ output ends. Commit is the only place that moves shared state: confirmed prefix,
 usage (DESIGN section 2, rule 11). Knows no clock, socket, row content, torch or logging; the same
 state and the same events give the same actions, so a simulator can own time and the network.
 
-Every transition is a row of `TRANSITIONS`. The draft's side is a machine of its own
+Every transition is a row of `coordinator/stages.py`. The draft's side is a machine of its own
 (`coordinator/drafting.py`); the target's bookkeeping is `coordinator/target_side.py`;
 `coordinator/driver.py` performs the actions. States, messages and the failure table are described
 in `coordinator/README.md`.
@@ -13,9 +13,7 @@ in `coordinator/README.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Final, NamedTuple
+from collections.abc import Callable
 
 from coordinator.drafting import Drafting, Proposed, Signal, Unavailable
 from coordinator.messages import (
@@ -54,100 +52,12 @@ from coordinator.messages import (
     TimerFired,
     Verdict,
 )
+from coordinator.stages import TRANSITIONS, Stage
 from coordinator.stops import Ending, Output
 from coordinator.tally import Round, Tally
 from coordinator.target_side import TargetSide, last_equal
-from coordinator.verdicts import check_outcome, check_verdict
+from coordinator.verdicts import check_outcome, check_verdict, news_of
 from specmesh.ledger import Ledger
-
-
-class Stage(Enum):
-    """What the session waits for."""
-
-    NEW = "new"  # Begin
-    PLACING = "placing"  # a target replica
-    PREFILLING = "prefilling"  # the verdict of the prompt's round
-    DRAFTING = "drafting"  # candidates
-    VERIFYING = "verifying"  # a verdict
-    DECIDING = "deciding"  # the arithmetic, done here
-    DONE = "done"  # nothing: finished, failed or cancelled
-
-
-class Transition(NamedTuple):
-    """One row of the table: the method that handles the event, the stages it may lead to."""
-
-    handler: str
-    next: frozenset[Stage]
-
-
-def _to(handler: str, *stages: Stage) -> Transition:
-    return Transition(handler, frozenset(stages))
-
-
-_NEW, _PLACING, _PREFILLING, _DRAFTING, _VERIFYING, _DECIDING, _DONE = Stage
-_ROUND = (_PLACING, _DRAFTING, _VERIFYING)  # where a round can stand after it was begun
-
-
-def _everywhere(stage: Stage) -> dict[type, Transition]:
-    """Rows of every stage between Begin and the end. Only a stage that waits for the draft or for
-    the replica that was lost leaves by one of them."""
-    waits_for_draft = _ROUND if stage is _DRAFTING else ()
-    loses_target = (_PLACING,) if stage in (_PREFILLING, _VERIFYING) else ()
-    return {
-        DraftPlaced: _to("_draft_event", stage),
-        DraftReply: _to("_draft_event", stage, *waits_for_draft),
-        Lost: _to("_lost", stage, *waits_for_draft, *loses_target, _DONE),
-        TimerFired: _to("_timer", stage, *waits_for_draft, *loses_target, _DONE),
-        TargetReply: _to("_stray_reply", stage),
-        Cancel: _to("_cancel", _DONE),
-    }
-
-
-def _placement(stage: Stage) -> dict[type, Transition]:
-    """A target lost while the round waits for something else is sought beside it."""
-    return {
-        TargetPlaced: _to("_target_placed_aside", stage),
-        TargetUnplaced: _to("_target_unplaced", stage, _DONE),
-    }
-
-
-_ANSWERED = (*_ROUND, _DECIDING, _DONE)
-
-TRANSITIONS: Final[Mapping[Stage, Mapping[type, Transition]]] = {
-    _NEW: {Begin: _to("_begin", _PLACING, _DONE), Cancel: _to("_cancel", _DONE)},
-    _PLACING: {
-        **_everywhere(_PLACING),
-        TargetPlaced: _to("_target_placed", _PLACING, _PREFILLING, _DRAFTING, _VERIFYING),
-        TargetUnplaced: _to("_target_unplaced", _PLACING, _DONE),
-    },
-    _PREFILLING: {
-        **_everywhere(_PREFILLING),
-        TargetReply: _to("_target_replied", _PREFILLING, *_ANSWERED),
-    },
-    _DRAFTING: {**_everywhere(_DRAFTING), **_placement(_DRAFTING)},
-    _VERIFYING: {**_everywhere(_VERIFYING), TargetReply: _to("_target_replied", *_ANSWERED)},
-    _DECIDING: {
-        **_everywhere(_DECIDING),
-        **_placement(_DECIDING),
-        Decided: _to("_decided", *_ROUND, _DONE),
-        DecisionFailed: _to("_decision_failed", *_ROUND, _DONE),
-    },
-    _DONE: {
-        event: _to("_ignore", _DONE)
-        for event in (
-            TargetPlaced,
-            TargetUnplaced,
-            DraftPlaced,
-            Lost,
-            TargetReply,
-            DraftReply,
-            TimerFired,
-            Decided,
-            DecisionFailed,
-            Cancel,
-        )
-    },
-}
 
 _REOPEN = frozenset(
     {"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT", "PREFIX_MISMATCH"}
@@ -175,7 +85,9 @@ class Session:
         self.draft = Drafting(plan, self.ledger, self._actions)
         self._round: Round | None = None
         self._first_round = True  # no ordinary round was begun yet
-        self._plain_steps = 1  # grows while no candidates are drafted
+        # Steps of the next plain command: all that may be where no draft can come back, else more
+        # the longer none was there.
+        self._plain_steps = plan.plain_steps if plan.num_draft_tokens == 0 else 1
         self._tally = Tally()
 
     @property
@@ -300,7 +212,8 @@ class Session:
         else:
             room = self.plan.max_len - current.base_len
             current.num_steps = min(self._plain_steps, room)
-            self._plain_steps = min(2 * self._plain_steps, self.plan.plain_steps)
+            growth = 4 if fallback == "policy" else 2
+            self._plain_steps = min(growth * self._plain_steps, self.plan.plain_steps)
         self._send_verify()
 
     def _is_audited(self) -> bool:
@@ -338,6 +251,7 @@ class Session:
             self.stage = Stage.PLACING
             return
         current.target_epoch, current.target_replica = target.epoch, target.replica
+        current.offset = 0
         # A round that moved may meet a replica that judges fewer.
         current.cut_candidates(target.max_num_draft_tokens, "target_limit")
         commands = target.verify(
@@ -354,7 +268,9 @@ class Session:
     def _start_target_timer(self, timer: Timer) -> None:
         command = self.target.in_flight
         assert command is not None
-        num_tokens = len(command.prefix.append) + len(command.candidates) + command.num_steps
+        num_tokens = 1  # the first of its tokens, or those up to the next part, as they come
+        if not self.target.taken(self.ledger):
+            num_tokens += len(command.prefix.append) + len(command.candidates)
         self._actions.append(
             StartTimer(Side.TARGET, command.epoch, command.round, timer, num_tokens)
         )
@@ -392,10 +308,16 @@ class Session:
         command, current, target = self.target.in_flight, self._round, self.target
         assert command is not None
         assert current is not None
-        check_verdict(self.plan, command, verdict)
-        target.in_flight = None
+        taken = target.taken(self.ledger)
+        news = news_of(verdict, taken)
+        if news is None:
+            return
+        verdict = news
+        check_verdict(self.plan, command, current.num_steps, verdict)
+        if not verdict.more:
+            target.in_flight = None
         target.num_repeats = target.num_resyncs = target.num_accepted = 0
-        target.confirmed_len = command.prefix.base_len
+        target.confirmed_len = command.prefix.base_len + len(taken)
         self._actions.append(StopTimer(Side.TARGET))
         self._tally.cached_tokens = max(self._tally.cached_tokens, event.cached_tokens)
         current.target_report = event.report
@@ -426,7 +348,7 @@ class Session:
                     verdict.outcome,
                 )
             )
-        self._commit(verdict.outcome)
+        self._commit(verdict.outcome, more=verdict.more)
 
     def _target_failed(self, failure: Failed) -> None:
         target, current = self.target, self._round
@@ -439,6 +361,7 @@ class Session:
         ):
             shared = last_equal(self.ledger, failure.page_digests, self.ledger.confirmed_len)
             command = target.resync(self.ledger, shared)
+            current.offset = 0
             assert target.replica is not None
             self._actions.append(Send(Side.TARGET, target.replica, (command,)))
             self._start_target_timer(Timer.VERIFY)
@@ -539,8 +462,11 @@ class Session:
 
     # ------------------------------------------------------------ commit and end
 
-    def _commit(self, outcome: Outcome) -> None:
-        """The only event that moves shared state: confirm, count, show, go on or end."""
+    def _commit(self, outcome: Outcome, *, more: bool = False) -> None:
+        """The only event that moves shared state: confirm, count, show, go on or end.
+
+        more: a part of an answer; the next round is what is left of the same command.
+        """
         current = self._round
         assert current is not None
         if outcome.redraw_mismatch is not None:
@@ -557,14 +483,17 @@ class Session:
         self._actions.append(
             Deliver(self.round_index, kept, shown.text, outcome.logprobs[: shown.num_kept])
         )
-        self._actions.append(current.record(self.round_index, outcome, len(kept)))
-        self._round = None
+        more = more and shown.ending is None
+        self._actions.append(current.record(self.round_index, outcome, len(kept), more=more))
+        self._round = current.rest(len(kept)) if more else None
         self.round_index += 1
         self.target.num_moves = 0
-        if shown.ending is None:
-            self._start_round()
-        else:
+        if shown.ending is not None:
             self._finish(shown.ending)
+        elif more:
+            self._start_target_timer(Timer.VERIFY)
+        else:
+            self._start_round()
 
     def stats(self) -> Stats:
         """Counts so far."""

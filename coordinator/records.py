@@ -17,7 +17,8 @@ from opentelemetry.trace import Span
 from coordinator.decide import AuditResult
 from coordinator.messages import Failed, RoundDone, Side
 from coordinator.policy import RoundSample, SessionPolicy
-from coordinator.protocol import Session, Stage
+from coordinator.protocol import Session
+from coordinator.stages import Stage
 from coordinator.translate import boundaries_of
 from protos.specmesh.v1 import session_pb2
 from specmesh.errors import BY_REASON, InternalError
@@ -35,8 +36,9 @@ MAX_UNANSWERED = 4  # commands kept between rounds: a late draft's; a Verify may
 class SideTiming:
     """One command's way there and back. Times of the monotonic clock.
 
-    command: None for a result that nothing was sent for. Messages are weighed when they are asked
-    for, which is after the next round's commands are out.
+    command: None for a result that nothing was sent for; parts of an answer after the first are
+    such. Messages are weighed when they are asked for, which is after the next round's commands are
+    out.
     """
 
     command: Any
@@ -103,12 +105,15 @@ class RoundClock:
         now = time.perf_counter_ns()
         key = (side, result.epoch, result.round)
         sent_ns, command = self._sent.get(key, (now, None))
+        if side is Side.TARGET and result.verdict.more:  # the next part counts from this one
+            self._sent.pop(key, None)
+            self._sent[key] = (now, None)
         return SideTiming(command, result, sent_ns, now)
 
     def end_round(self, done: RoundDone, now_ns: int) -> RoundTiming:
-        """The round is committed; the next one begins with the next command."""
+        """The round is committed; the next one begins with the next command, or at once."""
         start_ns = self._start_ns if self._start_ns is not None else now_ns
-        self._start_ns = None
+        self._start_ns = now_ns if done.more else None
         # What is still out belongs to a late draft; older readings are never asked for again.
         while len(self._sent) > MAX_UNANSWERED:
             del self._sent[next(iter(self._sent))]
@@ -143,7 +148,7 @@ class RoundRecorder:
         self._trace: session_pb2.TraceContext | None = None
 
     def trace_context(self, session: Session) -> session_pb2.TraceContext | None:
-        """What commands of the round in progress carry; starts its span with the first one."""
+        """What commands of the round in progress carry; starts its span when first asked."""
         if self._context is None or session.stage is Stage.DONE:
             return None
         if self._span is None:
@@ -227,6 +232,7 @@ class RoundRecorder:
             audit_mismatch=audit is not None and audit.is_mismatch,
             audit_margin=audit.margin if audit is not None else None,
             num_retries=done.num_retries,
+            offset=done.offset,
         )
 
 
@@ -280,4 +286,5 @@ def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:
         batch_size=batch_size,
         batch_rows=batch_rows,
         forward_s=record.target.forward_us * 1e-6,
+        is_later_part=done.offset > 0,
     )

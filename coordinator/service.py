@@ -231,7 +231,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_len=len(resolved.prompt),
             row_policy=resolved.row_policy,
             vocab_hash=parts.fleet.require_target().vocab_hash,
-            hides_stops=plan.hides_stops,
         )
         recorder = RoundRecorder(
             parts.telemetry,

@@ -12,6 +12,7 @@ class Round:
     """One round from its beginning to its commit.
 
     num_draft_tokens: candidates asked for. fallback: why there are none; empty when there are some.
+    num_steps: tokens still to come of its command; offset: of those that rounds before it brought.
     """
 
     base_len: int
@@ -22,6 +23,7 @@ class Round:
     dropped_mass: tuple[float, ...] = ()
     fallback: str = ""
     num_steps: int = 1
+    offset: int = 0
     audit: bool = False
     num_retries: int = 0
     draft_epoch: int = 0
@@ -30,6 +32,17 @@ class Round:
     target_epoch: int = 0
     target_replica: str = ""
     target_report: object = None
+
+    def rest(self, num_tokens: int) -> Round:
+        """The round that follows when num_tokens were a part of the answer: its command goes on."""
+        return Round(
+            self.base_len + num_tokens,
+            fallback=self.fallback,
+            num_steps=self.num_steps - num_tokens,
+            offset=self.offset + num_tokens,
+            target_epoch=self.target_epoch,
+            target_replica=self.target_replica,
+        )
 
     def drop_candidates(self, fallback: str) -> None:
         """Go on without the draft."""
@@ -51,7 +64,9 @@ class Round:
             return 0
         return min(len(self.candidates), len(outcome.tokens))
 
-    def record(self, round_index: int, outcome: Outcome, num_committed: int) -> RoundDone:
+    def record(
+        self, round_index: int, outcome: Outcome, num_committed: int, *, more: bool
+    ) -> RoundDone:
         """The record of this round, num_committed of its tokens having reached the caller."""
         return RoundDone(
             round_index=round_index,
@@ -79,6 +94,8 @@ class Round:
             draft_report=self.draft_report,
             candidates=self.candidates,
             tokens=tuple(outcome.tokens),
+            offset=self.offset,
+            more=more,
         )
 
 

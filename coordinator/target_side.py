@@ -20,7 +20,8 @@ class TargetSide:
     """The target's side. confirmed_len: tokens the replica has confirmed in this epoch.
 
     num_accepted: outcome of its pending candidates that the next command must settle (coordinator
-    placement only; a target that decides settles its own). rounds grow over all epochs.
+    placement only; a target that decides settles its own). rounds grow over all epochs. in_flight:
+    unanswered, or answered in part.
     max_num_draft_tokens: most candidates that the replica judges at once.
     """
 
@@ -58,8 +59,9 @@ class TargetSide:
         return (Open(self.epoch, self.round, ledger.max_len), command)
 
     def resync(self, ledger: Ledger, shared_len: int) -> Verify:
-        """The command in flight again, its append starting at the last equal boundary."""
+        """What is left of the command in flight, its append starting at the last equal boundary."""
         assert self.in_flight is not None
+        num_taken = len(self.taken(ledger))
         self.round += 1
         self.num_resyncs += 1
         self.in_flight = Verify(
@@ -68,10 +70,15 @@ class TargetSide:
             prefix=prefix_of(ledger, shared_len, 0, resync=True),
             candidates=self.in_flight.candidates,
             rows=self.in_flight.rows,
-            num_steps=self.in_flight.num_steps,
+            num_steps=self.in_flight.num_steps - num_taken,
             audit=self.in_flight.audit,
         )
         return self.in_flight
+
+    def taken(self, ledger: Ledger) -> tuple[int, ...]:
+        """Tokens that parts of the answer to the command in flight have brought already."""
+        assert self.in_flight is not None
+        return tuple(ledger.tokens[self.in_flight.prefix.base_len :])
 
     def leave(self) -> None:
         """Enter a new epoch without a session: nothing of the old one counts any more."""

@@ -148,7 +148,7 @@ def _verdict(verdict: target_pb2.Verdict) -> Verdict:
     rows = tuple(verdict.distributions)
     if not verdict.tokens:
         logprob_rows = tuple(entry.row for entry in verdict.logprobs)
-        return Verdict(None, rows, logprob_rows, refuted)
+        return Verdict(None, rows, logprob_rows, refuted, verdict.more, verdict.offset)
     outcome = Outcome(
         num_accepted=verdict.num_accepted,
         tokens=tuple(verdict.tokens),
@@ -158,7 +158,7 @@ def _verdict(verdict: target_pb2.Verdict) -> Verdict:
         emitted=tuple((e.is_argmax, e.max_prob) for e in verdict.emitted),
         redraw_mismatch=refuted,
     )
-    return Verdict(outcome, rows)
+    return Verdict(outcome, rows, more=verdict.more, offset=verdict.offset)
 
 
 def boundaries_of(message: session_pb2.Boundaries) -> Boundaries:

@@ -6,6 +6,9 @@ nothing of its answer is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from coordinator.messages import (
     Closing,
     Outcome,
@@ -17,8 +20,40 @@ from coordinator.messages import (
 )
 
 
-def check_verdict(plan: SessionPlan, command: Verify, verdict: Verdict) -> None:
-    """Raise PeerViolation unless `verdict` can be the answer to `command`."""
+def news_of(verdict: Verdict, taken: Sequence[int]) -> Verdict | None:
+    """What `verdict` says beyond the tokens that parts before it brought; None where nothing.
+
+    A part that comes twice says nothing; the answer to a repeated command says all once more.
+    Raises PeerViolation where a part is missing or tells other tokens than before.
+    """
+    if verdict.offset > len(taken):
+        raise PeerViolation(
+            Side.TARGET, f"a part from token {verdict.offset} on, where {len(taken)} are known"
+        )
+    outcome = verdict.outcome
+    if outcome is None or verdict.offset == len(taken):
+        return verdict
+    again = taken[verdict.offset :][: len(outcome.tokens)]
+    if outcome.tokens[: len(again)] != tuple(again):
+        raise PeerViolation(Side.TARGET, "a part tells other tokens than the one before")
+    if len(again) == len(outcome.tokens):
+        if verdict.more:
+            return None
+        raise PeerViolation(Side.TARGET, "the answer ends where it went on before")
+    news = replace(
+        outcome,
+        tokens=outcome.tokens[len(again) :],
+        logprobs=outcome.logprobs[len(again) :],
+        emitted=outcome.emitted[len(again) :],
+    )
+    return replace(verdict, outcome=news, offset=len(taken))
+
+
+def check_verdict(plan: SessionPlan, command: Verify, num_steps: int, verdict: Verdict) -> None:
+    """Raise PeerViolation unless `verdict` can be the answer to `command`.
+
+    num_steps: of the command, how many are not answered yet.
+    """
     refuted = verdict.redraw_mismatch
     if verdict.outcome is not None:
         refuted = verdict.outcome.redraw_mismatch
@@ -38,16 +73,28 @@ def check_verdict(plan: SessionPlan, command: Verify, verdict: Verdict) -> None:
             Side.TARGET, f"{found} rows of logprobs where {num_logprob_rows} were expected"
         )
     if verdict.outcome is not None:
-        check_outcome(plan, command.candidates, command.num_steps, verdict.outcome)
+        check_outcome(plan, command.candidates, num_steps, verdict.outcome, more=verdict.more)
+    elif verdict.more:
+        raise PeerViolation(Side.TARGET, "rows for a decision here came in parts")
 
 
 def check_outcome(
-    plan: SessionPlan, candidates: tuple[int, ...], num_steps: int, outcome: Outcome
+    plan: SessionPlan,
+    candidates: tuple[int, ...],
+    num_steps: int,
+    outcome: Outcome,
+    *,
+    more: bool = False,
 ) -> None:
-    """Raise PeerViolation unless the tokens are what the counts say (DESIGN section 2)."""
+    """Raise PeerViolation unless the tokens are what the counts say (DESIGN section 2).
+
+    more: a part of plain decoding, after which its command goes on.
+    """
     tokens, num_accepted = outcome.tokens, outcome.num_accepted
     fault = ""
-    if outcome.redraw_mismatch is not None:
+    if more and (candidates or len(tokens) >= num_steps or not plan.stop_ids.isdisjoint(tokens)):
+        fault = "the command goes on after its end"
+    elif outcome.redraw_mismatch is not None:
         if num_accepted or len(tokens) != 1 or outcome.redraw_mismatch >= len(candidates):
             fault = "a refuted proposal must be decided without candidates"
     elif candidates:
@@ -60,7 +107,7 @@ def check_outcome(
             fault = "the round stopped without a stop token"
     elif num_accepted or not 1 <= len(tokens) <= num_steps:
         fault = f"{len(tokens)} tokens where {num_steps} were asked for"
-    elif len(tokens) < num_steps and tokens[-1] not in plan.stop_ids:
+    elif not more and len(tokens) < num_steps and tokens[-1] not in plan.stop_ids:
         fault = f"{len(tokens)} of {num_steps} tokens without a stop token"
     if not fault and any(not 0 <= token < plan.vocab_size for token in tokens):
         fault = f"a token is outside the vocabulary of {plan.vocab_size}"

@@ -229,8 +229,8 @@ class SpeculationSettings(_Section):
     max_num_draft_tokens: int = Field(default=8, ge=0, le=16)
     decide_at: Literal["target", "coordinator"] = "target"
     row_policy: Literal["auto", "dense_f32", "dense_f16"] = "auto"
-    # Tokens per command while speculation is off.
-    plain_steps: int = Field(default=4, ge=1, le=MAX_PLAIN_STEPS)
+    # Tokens per command while speculation is off; they come as they are drawn.
+    plain_steps: int = Field(default=MAX_PLAIN_STEPS, ge=1, le=MAX_PLAIN_STEPS)
     # Share of target-decided rounds that the coordinator decides again from the rows.
     audit_ratio: float = Field(default=0.01, ge=0, le=1)
     draft_prefill: Literal["auto", "parallel", "after_first_token"] = "auto"

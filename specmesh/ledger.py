@@ -27,12 +27,19 @@ _MASK = (1 << 64) - 1
 
 def extend_digest(digest: int, tokens: Iterable[int]) -> int:
     """Chain tokens into a 64-bit digest, a splitmix64 step each (Steele et al., OOPSLA'14)."""
+    return [digest, *_digests(digest, tokens)][-1]
+
+
+def _digests(digest: int, tokens: Iterable[int]) -> list[int]:
+    """The digest after each token."""
+    found = []
     for token in tokens:
         mixed = (digest + EMPTY_DIGEST * (token + 1)) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         digest = mixed ^ (mixed >> 31)
-    return digest
+        found.append(digest)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +184,7 @@ class Ledger:
             raise ContextTooLong(
                 f"{self.confirmed_len} + {len(tokens)} tokens exceed max_len {self.max_len}"
             )
-        for token in tokens:
-            self._digests.append(extend_digest(self._digests[-1], (token,)))
+        self._digests += _digests(self._digests[-1], tokens)
         self.tokens.extend(tokens)
 
     def truncate(self, prefix_len: int) -> None:

@@ -51,6 +51,7 @@ class RoundRecord:
     rule: "residual", "coupled" or "greedy". target_probs, draft_probs, overlaps: per judged
     candidate p(x), q(x) and sum(min(p, q)). emitted_argmax, emitted_max_probs: per emitted token.
     draft is None when no draft took part; `fallback` then says why, unless k = 0 was chosen.
+    offset: tokens of its command to the target that rounds before this one brought.
     """
 
     session_id: str
@@ -83,6 +84,7 @@ class RoundRecord:
     audit_mismatch: bool = False
     audit_margin: float | None = None
     num_retries: int = 0
+    offset: int = 0
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Attributes of `specmesh.round` and `specmesh.prefill`. Call for sampled rounds only."""
@@ -133,6 +135,7 @@ class RoundRecord:
             (Key.AUDIT_MISMATCH, self.audit_mismatch if self.audited else None),
             (Key.AUDIT_MARGIN, self.audit_margin),
             (Key.RETRIES, self.num_retries or None),
+            (Key.OFFSET, self.offset or None),
             (Key.CACHED_TOKENS, self.target.cached_tokens or None),
         )
         return {key: value for key, value in optional if value is not None}

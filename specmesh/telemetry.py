@@ -68,6 +68,9 @@ class Key:
     DRAFT_EPOCH = "specmesh.draft.epoch"
     ROUND = "specmesh.round.index"
     BASE_LEN = "specmesh.base_len"
+    # Of a round that is a later part of an answer: tokens of the parts before it. The command has
+    # one span, under the round of its first part; it ends with the last.
+    OFFSET = "specmesh.part.offset"
     NUM_DRAFT_TOKENS = "specmesh.draft.tokens"
     NUM_ACCEPTED = "specmesh.accepted.tokens"
     NUM_EMITTED = "specmesh.emitted.tokens"
@@ -207,6 +210,7 @@ _ROUND_OPTIONAL = frozenset(
         Key.AUDIT_MISMATCH,
         Key.AUDIT_MARGIN,
         Key.RETRIES,
+        Key.OFFSET,
         Key.DRAFT_REPLICA,
         Key.TARGET_REPLICA,
         Key.DRAFT_EPOCH,

@@ -34,17 +34,18 @@ from specmesh.engine.device_side import (
     parameter_fields,
     query_lens,
 )
+from specmesh.engine.role import Part
 from specmesh.engine.scheduler import Segment, Task
 from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, Field
 from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
 from specmesh.errors import NumericFault
-from target_service.verifier import Verifying, go_on, pass_time
+from target_service.verifier import Verifying, answer
 
 MAX_STOP_IDS = 16  # a session with more is decided by the role
 ID_BUCKETS = (256, wire.MAX_SPARSE_IDS)
 PASS_COUNTS = (1, 4, 8)  # chains of plain decoding; longer ones would keep others waiting
-MOST = 0.75  # of sessions
+MOST = 0.75  # of the sessions in a step: as many can use a chain to its end
 UNUSED = -1  # num_candidates of a sequence that the device does not decide
 
 
@@ -130,14 +131,22 @@ class TargetSampler:
 
 @dataclass(frozen=True, slots=True)
 class DecidedStep:
-    """What a step decided, as nested lists; see `TargetSampler.output_fields` for the shapes."""
+    """What a step decided; see `TargetSampler.output_fields`. All but faults is copied.
 
-    tokens: list[list[list[int]]]
-    counts: list[list[list[int]]]
+    By slot and row of the first pass: tokens, max_probs, is_argmax; counts by slot. By slot and
+    pass, of its one token of plain decoding: drawn, statuses, drawn_max_probs, drawn_is_argmax.
+    """
+
+    tokens: list[list[int]]
+    counts: list[list[int]]
+    max_probs: list[list[float]]
+    is_argmax: list[list[bool]]
     judged: list[list[list[float]]]
     mismatches: list[int]
-    max_probs: list[list[list[float]]]
-    is_argmax: list[list[list[int]]]
+    drawn: list[list[int]]
+    statuses: list[list[int]]
+    drawn_max_probs: list[list[float]]
+    drawn_is_argmax: list[list[bool]]
     faults: npt.NDArray[np.int32]
 
 
@@ -189,10 +198,11 @@ class DeviceVerifier:
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
         """The longest chain that most of the step's sessions can use to its end.
 
-        One pass where many sessions are between commands: they would wait for the whole chain, and
-        the batch would fall into parts that each read all weights.
+        Sessions that have steps left come back at every chain's end; those between commands wait
+        for one chain at most. One pass where that would be most of all sessions: their commands
+        come one by one, and the batch would fall into parts that each read all weights.
         """
-        if MOST * num_holders > len(wanted):
+        if 2 * len(wanted) < num_holders:
             return 1
         served = sorted(wanted, reverse=True)[math.ceil(MOST * len(wanted)) - 1]
         return max(count for count in PASS_COUNTS if count <= served)
@@ -248,64 +258,90 @@ class DeviceVerifier:
 
     def read(self, program: StepProgram) -> DecidedStep:
         """The outputs of a step as Python values, once for all its sessions."""
-        outputs = program.buffers.outputs.host
-        return DecidedStep(
-            tokens=outputs["tokens"].tolist(),
-            counts=outputs["counts"].tolist(),
-            judged=outputs["judged"].tolist(),
-            mismatches=outputs["mismatch"].tolist(),
-            max_probs=outputs["max_probs"].tolist(),
-            is_argmax=outputs["is_argmax"].tolist(),
-            faults=outputs["faults"],
-        )
+        return decided_step(program.buffers.outputs.host)
 
     def commit(
         self, task: Task, slot: int, num_passes: int, step: DecidedStep
-    ) -> target_pb2.Verdict | None:
-        """The verdict, or None while plain decoding goes on. Raises NumericFault."""
-        verifying: Verifying = task.role_state
-        if verifying.stopped:
-            return pass_time(task, num_passes)
+    ) -> target_pb2.Verdict | Part:
+        """The verdict, or the next part of it. Raises NumericFault."""
+        if task.role_state.candidates.tokens:
+            return self._commit_round(task, slot, step)
         ledger, stop_ids = task.session.ledger, task.session.shaper.stop_ids
-        verdict, candidates = verifying.verdict, verifying.candidates
+        tokens = step.drawn[slot][:num_passes]
+        if not stop_ids.isdisjoint(tokens):
+            tokens = tokens[: 1 + min(tokens.index(stop) for stop in stop_ids if stop in tokens)]
+        count = len(tokens)
+        if any(step.statuses[slot][:count]):
+            raise NumericFault(f"a row after position {ledger.confirmed_len} holds no law")
+        ledger.settle(0)
+        ledger.extend(tokens)
+        if count > 1:
+            ledger.wrote(ledger.confirmed_len - 1)  # all but the last were fed in this chain
+        flags, max_probs = step.drawn_is_argmax[slot][:count], step.drawn_max_probs[slot][:count]
+
+        def make() -> target_pb2.Verdict:
+            emitted = map(_emitted, flags, max_probs)
+            return target_pb2.Verdict(
+                tokens=tokens, closing=target_pb2.CLOSING_BONUS, emitted=emitted
+            )
+
+        return answer(task, num_passes, tokens[-1], make)
+
+    def _commit_round(self, task: Task, slot: int, step: DecidedStep) -> target_pb2.Verdict | Part:
+        """A round with candidates: one pass."""
+        verifying: Verifying = task.role_state
+        ledger, candidates = task.session.ledger, verifying.candidates
+        verdict = verifying.verdict
         num_believed = len(candidates.tokens)
         if candidates.rows and step.mismatches[slot] >= 0:
             verdict.redraw_mismatch = step.mismatches[slot]
             self._on_mismatch()
             num_believed = 0
-        emitted: list[int] = []
-        for index in range(num_passes):
-            num_accepted, num_emitted, status = step.counts[index][slot]
-            if status != Status.OK:
-                raise NumericFault(
-                    f"a row after position {ledger.confirmed_len + len(emitted)} holds no law"
-                )
-            emitted += step.tokens[index][slot][:num_emitted]
-            for row in range(num_emitted):
-                verdict.emitted.add(
-                    is_argmax=bool(step.is_argmax[index][slot][row]),
-                    max_prob=step.max_probs[index][slot][row],
-                )
-            if emitted[-1] in stop_ids:
-                break
+        num_accepted, num_emitted, status = step.counts[slot]
+        if status != Status.OK:
+            raise NumericFault(f"a row after position {ledger.confirmed_len} holds no law")
+        tokens = step.tokens[slot][:num_emitted]
         verdict.num_accepted = num_accepted
         verdict.closing = _closing(num_accepted, num_emitted, num_believed)
+        verdict.tokens.extend(tokens)
+        verdict.emitted.extend(
+            map(_emitted, step.is_argmax[slot], step.max_probs[slot][:num_emitted])
+        )
         for row in range(min(num_emitted, num_believed)):
             target_prob, draft_prob, overlap = step.judged[slot][row]
             judged = verdict.judged.add(target_prob=target_prob)
             if candidates.rows:  # without a row of the draft, p(x) alone
                 judged.draft_prob, judged.overlap = draft_prob, overlap
         unjudged = slice(num_emitted, len(candidates.tokens) + 1)
-        task.is_tainted |= bool(step.faults[index, slot, unjudged].any())
+        task.is_tainted |= bool(step.faults[0, slot, unjudged].any())
         ledger.settle(num_accepted)
-        ledger.extend(emitted)
-        if len(emitted) > 1 and not candidates.tokens:
-            ledger.wrote(ledger.confirmed_len - 1)  # all but the last were fed in this chain
-        verdict.tokens.extend(emitted)
+        ledger.extend(tokens)
         task.fed.clear()
         task.num_rows = 1
-        verifying.stopped = emitted[-1] in stop_ids
-        return go_on(task, num_passes)
+        return answer(task, 1, tokens[-1], lambda: verdict)
+
+
+def decided_step(outputs: HostArrays) -> DecidedStep:
+    """The outputs of a step, copied out of the buffers that the next one fills."""
+    tokens, counts = outputs["tokens"], outputs["counts"]
+    max_probs, is_argmax = outputs["max_probs"], outputs["is_argmax"] != 0
+    return DecidedStep(
+        tokens=tokens[0].tolist(),
+        counts=counts[0].tolist(),
+        max_probs=max_probs[0].tolist(),
+        is_argmax=is_argmax[0].tolist(),
+        judged=outputs["judged"].tolist(),
+        mismatches=outputs["mismatch"].tolist(),
+        drawn=tokens[:, :, 0].T.tolist(),
+        statuses=counts[:, :, 2].T.tolist(),
+        drawn_max_probs=max_probs[:, :, 0].T.tolist(),
+        drawn_is_argmax=is_argmax[:, :, 0].T.tolist(),
+        faults=outputs["faults"],
+    )
+
+
+def _emitted(is_argmax: bool, max_prob: float) -> target_pb2.EmittedToken:
+    return target_pb2.EmittedToken(is_argmax=is_argmax, max_prob=max_prob)
 
 
 def _closing(num_accepted: int, num_emitted: int, num_believed: int) -> target_pb2.Closing:

@@ -22,7 +22,7 @@ from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh import wire
-from specmesh.engine.role import Finished, Wire, isolated
+from specmesh.engine.role import Finished, Part, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
@@ -36,8 +36,8 @@ Verdict = target_pb2.Verdict
 class Verifying:
     """A verdict in the making. num_steps: tokens of plain decoding; 1 with candidates.
 
-    steps_done: passes taken. stopped: a stop id was emitted. on_device: the device decides
-    (target_service/device_verifier.py).
+    steps_done: passes taken, a token each. on_device: the device decides
+    (target_service/device_verifier.py). verdict: the next one, or the next part of it.
     """
 
     candidates: Candidates
@@ -46,7 +46,6 @@ class Verifying:
     audit: bool
     on_device: bool = False
     steps_done: int = 0
-    stopped: bool = False
     verdict: Verdict = field(default_factory=target_pb2.Verdict)
 
 
@@ -60,6 +59,16 @@ class VerifierOptions:
     max_message_bytes: int = 64 << 20
 
 
+def joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """The parts of one verdict, in order, as one."""
+    whole = target_pb2.Verdict()
+    for verdict in verdicts:
+        whole.MergeFrom(verdict)
+    whole.ClearField("offset")
+    whole.ClearField("more")
+    return whole
+
+
 class Verifier:
     """The target's role: one pass over base and candidates, then the decision."""
 
@@ -70,6 +79,7 @@ class Verifier:
         result_type=target_pb2.TargetResult,
         span=VERIFY,
         forward_span=TARGET_FORWARD,
+        join=joined,
     )
 
     def __init__(
@@ -162,9 +172,9 @@ class Verifier:
 
     def advance(
         self, finished: Sequence[Finished], logits: Tensor
-    ) -> list[Verdict | SpecmeshError | None]:
+    ) -> list[Verdict | Part | SpecmeshError | None]:
         """Decide on every session of the pass."""
-        outcomes: list[Verdict | SpecmeshError | None] = []
+        outcomes: list[Verdict | Part | SpecmeshError | None] = []
         for entry in finished:
             own = logits[entry.first_row : entry.first_row + entry.num_rows]
             at_coordinator = entry.task.role_state.at_coordinator
@@ -196,10 +206,8 @@ class Verifier:
                 encoded.append(session_pb2.Distribution())
         return encoded
 
-    def _decide(self, task: Task, logits: Tensor) -> Verdict | None:
+    def _decide(self, task: Task, logits: Tensor) -> Verdict | Part:
         session, verifying = task.session, task.role_state
-        if verifying.stopped:
-            return pass_time(task, 1)
         ledger, candidates = session.ledger, verifying.candidates
         base_len = ledger.confirmed_len  # grows with every step of plain decoding
         rows = session.shaper.rows(logits, ledger.tokens, candidates.tokens)
@@ -217,8 +225,8 @@ class Verifier:
         task.fed.clear()
         task.num_rows = 1
         verdict.tokens.extend(decision.tokens)
-        verifying.stopped = decision.tokens[-1] in session.shaper.stop_ids
-        return go_on(task, 1)
+        verifying.verdict = target_pb2.Verdict()
+        return answer(task, 1, decision.tokens[-1], lambda: verdict)
 
     def _has_fault(self, logits: Tensor) -> bool:
         """Whether rows that nobody judged hold NaN or +inf: so may the K/V of their tokens."""
@@ -318,23 +326,26 @@ class Verifier:
         return attributes
 
 
-def go_on(task: Task, num_passes: int) -> Verdict | None:
-    """The verdict once its steps are taken, else None: one more token is fed.
+def answer(
+    task: Task, num_steps: int, last_token: int, make: Callable[[], Verdict]
+) -> Verdict | Part:
+    """What a command is answered after num_steps more of its steps; last_token ended them.
 
-    After a stop id, a session that hides stops takes the steps left all the same (`pass_time`).
+    make: the verdict but for its place among the parts. Parts are told alike whether a stop id
+    ends the command or not. Where the steps are taken the coordinator waits: that one is made now.
     """
     verifying: Verifying = task.role_state
-    verifying.steps_done += num_passes
-    ends_early = verifying.stopped and not task.session.opening.hides_stops
-    done = verifying.steps_done >= verifying.num_steps or ends_early
-    return verifying.verdict if done else None
+    offset = verifying.steps_done
+    verifying.steps_done += num_steps
+    is_last = verifying.steps_done >= verifying.num_steps
+    goes_on = not is_last and last_token not in task.session.shaper.stop_ids
 
+    def placed() -> Verdict:
+        verdict = make()
+        verdict.offset, verdict.more = offset, goes_on
+        return verdict
 
-def pass_time(task: Task, num_passes: int) -> Verdict | None:
-    """Steps after a stop id: the token is fed again and again, nothing is drawn or kept."""
-    ledger = task.session.ledger
-    ledger.drop_kv(ledger.confirmed_len - 1)
-    return go_on(task, num_passes)
+    return placed() if is_last else Part(placed, goes_on)
 
 
 def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Closing:

@@ -82,9 +82,13 @@ class TraceFolder:
             spans = [span for span in self.spans(wanted) if _within(span, observed)]
             rounds = [span for span in spans if span.name == ROUND]
             verified = {span.parent_id: span for span in spans if span.name == VERIFY}
-            whole = [span for span in rounds if span.span_id in verified]
+            whole = [
+                span
+                for span in rounds
+                if span.span_id in verified or not span.count(Key.NUM_DRAFT_TOKENS)
+            ]
             if (rounds and len(whole) == len(rounds)) or time.monotonic() > deadline:
-                return [split(span, verified[span.span_id]) for span in whole]
+                return [split(span, verified.get(span.span_id)) for span in whole]
             time.sleep(POLL_S)
 
 
@@ -93,14 +97,17 @@ def _within(span: StoredSpan, observed: Observed) -> bool:
     return begins <= span.start_ns and span.end_ns < ends
 
 
-def split(round_span: StoredSpan, verify_span: StoredSpan) -> SplitRound:
-    """Parts of one round from the coordinator's span and the target's."""
+def split(round_span: StoredSpan, verify_span: StoredSpan | None) -> SplitRound:
+    """Parts of one round from the coordinator's span and, where candidates were judged, the
+    target's. The span of plain decoding is that of a command, which several rounds may share."""
 
     def ms(span: StoredSpan, key: str) -> float:
         return (span.number(key) or 0.0) / 1000
 
-    target_queue = ms(verify_span, Key.QUEUE_US)
-    queue = max(target_queue, ms(round_span, Key.QUEUE_US))
+    queue = target_queue = ms(round_span, Key.QUEUE_US)
+    if verify_span is not None and round_span.count(Key.NUM_DRAFT_TOKENS):
+        target_queue = ms(verify_span, Key.QUEUE_US)
+        queue = max(target_queue, queue)
     return SplitRound(
         num_draft_tokens=round_span.count(Key.NUM_DRAFT_TOKENS),
         total=round_span.duration_ms,

@@ -77,7 +77,8 @@ def _is_complete(trace: Trace) -> bool:
         return False
     children = {(span.parent_id, span.name) for span in trace.spans}
     return all(
-        (step.span_id, VERIFY) in children
+        # A later part of an answer has no command of its own.
+        ((step.span_id, VERIFY) in children or step.count(Key.OFFSET) > 0)
         and ((step.span_id, PROPOSE) in children or not step.count(Key.NUM_DRAFT_TOKENS))
         for step in trace.steps()
     )

@@ -16,7 +16,8 @@ from typing import Any
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from protos.specmesh.v1 import session_pb2
-from specmesh.engine.role import Role
+from specmesh.engine.answers import Answer, Answered
+from specmesh.engine.role import Part, Role
 from specmesh.engine.scheduler import Scheduler, Task
 from specmesh.engine.sessions import (
     MAX_QUEUED_PER_SESSION,
@@ -25,7 +26,6 @@ from specmesh.engine.sessions import (
     Request,
     Session,
     SessionTable,
-    boundaries_message,
 )
 from specmesh.errors import (
     InternalError,
@@ -67,6 +67,7 @@ class CommandDesk:
         self._role = role
         self._observers = observers
         self._outbound: dict[Link, list[Any]] = defaultdict(list)
+        self._parts: list[tuple[Task, Answer]] = []  # answers whose messages are still to be made
         self.completed: list[Task] = []  # started with nothing to feed; the engine advances them
         self.draining = False
         self.num_answered = 0
@@ -77,6 +78,13 @@ class CommandDesk:
         """Results made since the last call, by link."""
         outbound, self._outbound = self._outbound, defaultdict(list)
         return outbound
+
+    def make_parts(self) -> bool:
+        """Make the messages that were put off; they are outbound then. False where none was."""
+        parts, self._parts = self._parts, []
+        for task, answer in parts:
+            self._outbound[task.request.link].append(answer.result())
+        return bool(parts)
 
     def _answer(self, link: Link, command: Any, **fields: Any) -> Any:
         result = self._role.wire.result_type(
@@ -148,10 +156,11 @@ class CommandDesk:
         """Close a session: commands at work are dropped unanswered, pages go back to the pool."""
         if session.task is not None:
             self._scheduler.drop(session.task)
-            session.task.span.end()
             if session.task in self.completed:
                 self.completed.remove(session.task)
+            self._end_span(session.task, self._observers.clock_ns())
             session.task = None
+        self._parts = [part for part in self._parts if part[0].session is not session]
         session.queued.clear()
         self._scheduler.release(session)
         self._table.remove(session)
@@ -177,8 +186,8 @@ class CommandDesk:
                 raise TooBusy(f"{len(session.queued)} commands of this session wait already")
             session.queued.append(request)
             self._start_next(session)
-        elif not isinstance(known, Request):
-            self._outbound[request.link].append(known)
+        elif isinstance(known, Answered):
+            self._outbound[request.link].append(known.result())
         elif session.task is not None and session.task.request is known:
             known.link = request.link  # where the answer is waited for now
             if session.task.is_deferred:
@@ -225,6 +234,7 @@ class CommandDesk:
             base_len=prefix.base_len,
             role_state=role_state,
             ready_ns=request.arrived_ns,
+            since_ns=request.arrived_ns,
             span=self._start_span(request),
         )
         self._role.begin(task)
@@ -260,56 +270,60 @@ class CommandDesk:
                 page_digests=session.ledger.page_digests(self._table.limits.page_size),
             ) from mismatch
 
-    def finish(self, task: Task, answer: Any) -> None:
-        """Commit: publish full pages, answer, remember the answer, start what waits."""
+    def commit(self, task: Task, outcome: Any) -> None:
+        """Take a role's answer or Part: publish full pages, answer, go on or start what waits."""
         session, request = task.session, task.request
+        part = outcome if isinstance(outcome, Part) else None
         self._scheduler.publish(session)
         session.ledger.check()
         now = self._observers.clock_ns()
-        timing = self._timing(task, now)
-        result = self._answer(
-            request.link,
+        answer = Answer(
+            self._role.wire,
             request.command,
-            before=boundaries_message(task.before),
-            after=boundaries_message(session.ledger.boundaries),
-            timing=timing,
-            **{self._role.wire.answer: answer},
+            task.before,
+            session.ledger.boundaries,
+            task.take_spent(now),
+            part.make if part is not None else lambda: outcome,
         )
-        session.answer = (request.command.round, request.command, result)
+        task.answers.append(answer)
+        if part is None:
+            self._outbound[request.link].append(answer.result())
+        else:
+            self._parts.append((task, answer))
+        if task.before.kv_len == 0:  # a prefill: what was found, what had to be computed
+            metrics = self._observers.metrics
+            metrics.cached_tokens.inc(answer.spent.cached_tokens)
+            metrics.computed_tokens.inc(task.base_len - answer.spent.cached_tokens)
+        if part is not None and part.goes_on:
+            task.confirm()
+            self._scheduler.add(task)
+        else:
+            self._finish(task, now)
+
+    def _finish(self, task: Task, now: int) -> None:
+        """A command is answered to its end: remember the answers, start what waits."""
+        session = task.session
+        session.answered = Answered(task.request.command, task.answers)
         session.last_used_ns = now
         session.task = None
-        metrics = self._observers.metrics
-        metrics.observe_command(self._role.wire.kind, "ok", timing.queue_us)
-        if task.before.kv_len == 0:  # a prefill: what was found, what had to be computed
-            metrics.cached_tokens.inc(task.cached_tokens)
-            metrics.computed_tokens.inc(task.base_len - task.cached_tokens)
-        if task.span is not INVALID_SPAN:
-            self._end_span(task, timing, now, answer)
+        queue_us = sum(answer.spent.queue_ns for answer in task.answers) // 1000
+        self._observers.metrics.observe_command(self._role.wire.kind, "ok", queue_us)
+        self._end_span(task, now)
         self._start_next(session)
 
     def fail(self, task: Task, error: SpecmeshError) -> None:
-        """Undo a command and answer with the error. The session goes on from where it stood."""
+        """Undo a command back to its last answer and say so. The session goes on from there."""
         session, request = task.session, task.request
         task.checkpoint.restore(session.ledger, task.overwritten_from)
         session.task = None
         session.last_used_ns = self._observers.clock_ns()
-        self.refuse(request.link, request.command, error, task.queue_ns // 1000)
+        queue_ns = task.queue_ns + sum(answer.spent.queue_ns for answer in task.answers)
+        self.refuse(request.link, request.command, error, queue_ns // 1000)
         Telemetry.fail(task.span, error)
         task.span.end()
         self._start_next(session)
 
     # ------------------------------------------------------------ observation
-
-    def _timing(self, task: Task, now: int) -> session_pb2.StepTiming:
-        return session_pb2.StepTiming(
-            queue_us=task.queue_ns // 1000,
-            forward_us=task.forward_ns // 1000,
-            total_us=(now - task.request.arrived_ns) // 1000,
-            batch_size=task.batch_size,
-            batch_rows=task.batch_rows,
-            cached_tokens=task.cached_tokens,
-            num_steps=task.num_steps,
-        )
 
     def _start_span(self, request: Request) -> Span:
         telemetry, command = self._observers.telemetry, request.command
@@ -326,20 +340,27 @@ class CommandDesk:
         start_ns = request.arrived_ns + self._observers.unix_offset_ns
         return telemetry.start(self._role.wire.span, context, attributes, start_ns)
 
-    def _end_span(self, task: Task, timing: session_pb2.StepTiming, now: int, answer: Any) -> None:
-        task.span.set_attributes(
-            {
-                Key.QUEUE_US: timing.queue_us,
-                Key.FORWARD_US: timing.forward_us,
-                Key.BATCH_SIZE: timing.batch_size,
-                Key.NUM_STEPS: timing.num_steps,
-                Key.CACHED_TOKENS: timing.cached_tokens,
-                Key.DEFERRED: task.is_deferred,
-                Key.BEFORE: _lengths(task.before),
-                Key.AFTER: _lengths(task.session.ledger.boundaries),
-                **self._role.span_attributes(task, answer),
-            }
-        )
+    def _end_span(self, task: Task, now: int) -> None:
+        """One span for all parts of a command; of one that is closed, for those it was answered."""
+        if task.span is INVALID_SPAN:
+            return
+        if task.answers:
+            first, last = task.answers[0], task.answers[-1]
+            spent = [answer.spent for answer in task.answers]
+            answered = Answered(task.request.command, task.answers).result()
+            task.span.set_attributes(
+                {
+                    Key.QUEUE_US: sum(each.queue_ns for each in spent) // 1000,
+                    Key.FORWARD_US: sum(each.forward_ns for each in spent) // 1000,
+                    Key.BATCH_SIZE: max(each.batch_size for each in spent),
+                    Key.NUM_STEPS: sum(each.num_steps for each in spent),
+                    Key.CACHED_TOKENS: max(each.cached_tokens for each in spent),
+                    Key.DEFERRED: task.was_deferred,
+                    Key.BEFORE: _lengths(first.before),
+                    Key.AFTER: _lengths(last.after),
+                    **self._role.span_attributes(task, getattr(answered, self._role.wire.answer)),
+                }
+            )
         task.span.end(now + self._observers.unix_offset_ns)
 
     def _refuse_traced(self, session: Session, request: Request, error: SpecmeshError) -> None:

@@ -51,7 +51,8 @@ class Executor(Protocol):
     def run(self, step: Step, meanwhile: Callable[[], object]) -> StepOutcome:
         """Perform the copies and the passes of a step; blocks until the device is done.
 
-        meanwhile may be called any number of times, while a device works that is not this thread.
+        meanwhile is called once or more: while a device works that is not this thread, or before
+        a pass on this thread. Parts of answers are sent in it.
         """
         ...
 
@@ -81,7 +82,7 @@ class StepExecutor:
         Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
         then.
         """
-        del meanwhile  # the pass runs on this thread
+        meanwhile()  # the pass takes this thread: what can be done beside it comes first
         start_ns = self._clock_ns()
         for source, copy in step.copies:
             self._device.cache.copy_page(source, copy)

@@ -40,10 +40,23 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """An outcome that may be told after the next pass has begun: nobody waits for it to go on.
+
+    make: gives the answer's message. goes_on: the command stays at work, else this ends it. Whether
+    an outcome is a Part must not depend on what was drawn, or when it is told would tell of that.
+    """
+
+    make: Callable[[], Any]
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Wire:
     """Names of a role's messages and spans.
 
-    result_type: DraftResult or TargetResult. kind: the command's field; answer: the result's.
+    result_type: DraftResult or TargetResult. kind: the command's field; answer: the result's. join:
+    makes one answer of all that a command got, where a role answers in parts.
     """
 
     side: str
@@ -52,6 +65,7 @@ class Wire:
     result_type: type[Any]
     span: str
     forward_span: str
+    join: Callable[[Sequence[Any]], Any] | None = None
 
 
 def isolated(decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | SpecmeshError:
@@ -84,9 +98,9 @@ class Role(Protocol):
     ) -> list[Any | SpecmeshError | None]:
         """Turn logits, float32 [num_rows, width], into one outcome per finished task.
 
-        An outcome is the answer's message (the ledger is committed then), None when the task wants
-        more tokens fed (`fed` or the confirmed prefix grew), or an error: the engine then undoes
-        the whole command.
+        An outcome is the answer's message or a Part (the ledger is committed then), None when the
+        task wants more tokens fed (`fed` or the confirmed prefix grew), or an error: the engine
+        then undoes the command back to its last answer.
         """
 
     def span_attributes(self, task: Task, answer: Any) -> Mapping[str, AttributeValue]:

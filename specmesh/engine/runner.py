@@ -209,17 +209,23 @@ class Engine:
             while self._read_inbox(block=not can_run):
                 can_run = self._turn()
                 self._flush()
+            self._send_parts()
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
             self.on_death()
 
     def _turn(self) -> bool:
-        """Everything between what arrived and what is sent. True where a pass ran."""
+        """Everything between what arrived and what is sent. True where a pass ran.
+
+        Parts of answers leave when the next pass has begun: the device does not wait for them.
+        """
         self._expire()
         self._complete(self._desk_completed())
         step = self._compose()
         if step.segments:
             self._run(step)
+        else:
+            self._send_parts()
         self._complete(self._desk_completed())
         return bool(step.segments)
 
@@ -248,8 +254,17 @@ class Engine:
                 self._executor.use_idle()
             return True
 
+    def _overlap(self) -> None:
+        """While the device works: send what the last pass gave, read what has come."""
+        self._send_parts()
+        self._read_early()
+
+    def _send_parts(self) -> None:
+        if self._desk.make_parts():
+            self._flush()
+
     def _read_early(self) -> None:
-        """While the device works: take commands that leave the sessions in the pass alone.
+        """Take commands that leave the sessions in the pass alone.
 
         Openings, closings and ends of links free pages, so they wait for the pass, and with them
         everything that came later.
@@ -283,8 +298,9 @@ class Engine:
     def _run(self, step: Step) -> None:
         tasks = [segment.task for segment in step.segments]
         try:
-            outcome = self._executor.run(step, self._read_early)
+            outcome = self._executor.run(step, self._overlap)
         except Exception as error:
+            self._send_parts()  # of the pass before: what became of this one must not matter
             logger.exception("a forward pass failed")
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device's context is lost: no later pass can succeed
@@ -338,7 +354,7 @@ class Engine:
             else:
                 if entry.task.is_tainted:
                     self._wipe(entry.task.session)
-                self._desk.finish(entry.task, outcome)
+                self._desk.commit(entry.task, outcome)
 
     def _fail(self, task: Task, error: SpecmeshError) -> None:
         if isinstance(error, NumericFault):
@@ -351,6 +367,8 @@ class Engine:
         self._scheduler.release(session)
 
     def _flush(self) -> None:
+        if self._finishing:
+            self._desk.make_parts()  # the last answers of a link that is to end
         for link, results in self._desk.take_outbound().items():
             link.post(results)
         for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:

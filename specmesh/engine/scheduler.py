@@ -12,13 +12,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from specmesh.engine.pages import PageTables
 from specmesh.engine.sessions import Checkpoint, Request, Session
 from specmesh.ledger import Boundaries
+
+NOTHING_OVERWRITTEN = 1 << 62  # past every position
+
+
+class Spent(NamedTuple):
+    """What a command, or a part of it, took. Times in nanoseconds; sizes of its largest pass."""
+
+    total_ns: int = 0
+    queue_ns: int = 0
+    forward_ns: int = 0
+    batch_size: int = 0
+    batch_rows: int = 0
+    cached_tokens: int = 0
+    num_steps: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +41,11 @@ class Task:
 
     base_len: confirmed length it works from. fed: tokens past the confirmed prefix that are fed as
     well (candidates to verify, or those drawn so far). num_rows: how many of the last tokens fed
-    need logits. reserve_len: it writes K/V at no position from here on. role_state: the role's.
+    need logits. is_deferred: it was answered DEFERRED since its last answer; was_deferred: ever.
+    reserve_len: it writes K/V at no position from here on. role_state: the role's.
     is_tainted: K/V that it wrote may hold NaN, though nothing it was asked for does.
+    answers: what it was answered so far (specmesh/engine/answers.py); checkpoint, before, since_ns,
+    times and counts of passes begin anew with each of them.
     Times in nanoseconds of the engine's clock.
     """
 
@@ -43,8 +60,9 @@ class Task:
     reserve_len: int = 0
     is_reserved: bool = False
     is_deferred: bool = False
+    was_deferred: bool = False
     is_tainted: bool = False
-    overwritten_from: int = 1 << 62
+    overwritten_from: int = NOTHING_OVERWRITTEN
     ready_ns: int = 0
     queue_ns: int = 0
     forward_ns: int = 0
@@ -52,7 +70,33 @@ class Task:
     batch_rows: int = 0
     num_steps: int = 0
     cached_tokens: int = 0
+    since_ns: int = 0
+    answers: list[Any] = field(default_factory=list)
     span: Span = INVALID_SPAN
+
+    def take_spent(self, now_ns: int) -> Spent:
+        """What was spent since the last answer; counting begins anew."""
+        spent = Spent(
+            now_ns - self.since_ns,
+            self.queue_ns,
+            self.forward_ns,
+            self.batch_size,
+            self.batch_rows,
+            self.cached_tokens,
+            self.num_steps,
+        )
+        self.since_ns = now_ns
+        self.queue_ns = self.forward_ns = 0
+        self.batch_size = self.batch_rows = self.cached_tokens = self.num_steps = 0
+        return spent
+
+    def confirm(self) -> None:
+        """What was answered stands: a failure from here on undoes what follows it alone."""
+        ledger = self.session.ledger
+        self.checkpoint = Checkpoint.take(ledger, ledger.confirmed_len)
+        self.before = ledger.boundaries
+        self.overwritten_from = NOTHING_OVERWRITTEN
+        self.is_deferred = False  # the peer waits for a new answer: it is told anew of a delay
 
     @property
     def feed_end(self) -> int:
@@ -136,7 +180,7 @@ class Scheduler:
         return len(self._ready) + len(self._deferred)
 
     def add(self, task: Task) -> None:
-        """Take a new command, or one whose role wants more tokens fed."""
+        """Take a new command, or one that goes on."""
         self._ready.append(task)
 
     def drop(self, task: Task) -> None:
@@ -253,7 +297,7 @@ class Scheduler:
         if task not in self._deferred:
             self._deferred.append(task)
         if not task.is_deferred:
-            task.is_deferred = True
+            task.is_deferred = task.was_deferred = True
             self._on_deferred(task)
 
     def _note_holder(self, session: Session) -> None:

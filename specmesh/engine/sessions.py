@@ -24,7 +24,7 @@ from specmesh.errors import (
     StaleRound,
     TooBusy,
 )
-from specmesh.ledger import Boundaries, Ledger
+from specmesh.ledger import Ledger
 from specmesh.shaping import TokenShaper
 
 # Commands of one session that may wait behind the one at work. A coordinator has one or two
@@ -106,8 +106,9 @@ class Session:
     """One session on this side. serial orders sessions by age; the newest is preempted first.
 
     block_table: page ids in order of position. num_published: leading pages already offered to the
-    prefix cache. task: the command at work (specmesh/engine/scheduler.py), None when idle. answer:
-    the last (round, command, result), for repeats.
+    prefix cache. task: the command at work (specmesh/engine/scheduler.py), None when idle.
+    answered: the last command that was answered to its end, for repeats (its answers:
+    specmesh/engine/answers.py).
     """
 
     link: Link
@@ -122,7 +123,7 @@ class Session:
     num_published: int = 0
     queued: deque[Request] = field(default_factory=deque)
     task: Any = None
-    answer: tuple[int, Any, Any] | None = None
+    answered: Any = None
 
     @property
     def seed(self) -> int:
@@ -135,7 +136,7 @@ class Session:
         return bool(self.opening.rule == session_pb2.DECISION_RULE_COUPLED)
 
     def find_repeat(self, request: Request) -> Any:
-        """The stored answer where `request` repeats the last round; None where it is new.
+        """What answered the last round, where `request` repeats it; None where it is new.
 
         A repeat of a command that still waits or works gives the request itself: its answer follows
         without help. Raises StaleRound and RoundConflict.
@@ -146,12 +147,12 @@ class Session:
                 self._check_same(other.command, command)
                 return other
         newest = max((other.command.round for other in self.unanswered()), default=-1)
-        if self.answer is not None:
-            last_round, last_command, result = self.answer
-            if command.round == last_round:
-                self._check_same(last_command, command)
-                return result
-            newest = max(newest, last_round)
+        if self.answered is not None:
+            last = self.answered.command
+            if command.round == last.round:
+                self._check_same(last, command)
+                return self.answered
+            newest = max(newest, last.round)
         if command.round < newest:
             raise StaleRound(f"round {command.round} is behind round {newest}")
         return None
@@ -213,7 +214,9 @@ class SessionTable:
             return False
         if command.epoch < session.epoch:
             raise StaleRound(f"epoch {command.epoch} is behind epoch {session.epoch}")
-        untouched = session.answer is None and session.task is None and not session.queued
+        untouched = not (
+            session.answered or session.task or session.queued or session.ledger.tokens
+        )
         if untouched and session.opening == command.open:
             return True
         raise SessionExists(f"session {command.session_id!r} is open at epoch {command.epoch}")
@@ -304,12 +307,3 @@ class SessionTable:
             for session in self
             if session.task is None and not session.queued and now - session.last_used_ns > idle_ns
         ]
-
-
-def boundaries_message(boundaries: Boundaries) -> session_pb2.Boundaries:
-    """A ledger's boundaries as they travel."""
-    return session_pb2.Boundaries(
-        confirmed_len=boundaries.confirmed_len,
-        kv_len=boundaries.kv_len,
-        allocated_len=boundaries.allocated_len,
-    )

@@ -466,10 +466,10 @@ async def test_bug_in_one_session_spares_the_others(monkeypatch: pytest.MonkeyPa
     requests on it go on, and the failed one's pages are freed."""
     commit = Session._commit
 
-    def broken(session: Session, outcome: Outcome) -> None:
+    def broken(session: Session, outcome: Outcome, **options: Any) -> None:
         if session.plan.prompt == (9, 9) and session.round_index == 2:
             raise RuntimeError("planted")
-        commit(session, outcome)
+        commit(session, outcome, **options)
 
     async with running_stack() as stack:
         wanted = await tokens_of(stack, seed=3)

@@ -109,7 +109,7 @@ class LinkTarget:
         script = Script(
             self._side, "s", [3, 1, 4, 1, 5], rule=COUPLED, max_len=64, epoch=self._count + 1
         )
-        opened, answered = (
+        opened, *answers = (
             *self._send(self._bystander, script.open()),
             *self._send(
                 self._bystander,
@@ -117,11 +117,11 @@ class LinkTarget:
             ),
         )
         assert opened.HasField("opened"), opened
-        found = (
-            list(answered.proposal.tokens)
-            if self._side == "draft"
-            else list(answered.verdict.tokens)
-        )
+        found = [
+            token
+            for each in answers
+            for token in (each.proposal if self._side == "draft" else each.verdict).tokens
+        ]
         if self._count == 0:
             self._wanted = found
         assert found == self._wanted, (found, self._wanted)
@@ -130,7 +130,9 @@ class LinkTarget:
     def _state(self) -> str:
         """Everything of the bystander's session that a command moves."""
         sessions = [each for each in self._engine._table if each.link is self._bystander]
-        return repr([(each.session_id, each.epoch, each.ledger, each.answer) for each in sessions])
+        return repr(
+            [(each.session_id, each.epoch, each.ledger, each.answered) for each in sessions]
+        )
 
     def seeds(self) -> Sequence[bytes]:
         """An opening with a first command, and one of every later command."""

@@ -32,6 +32,7 @@ from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.device_verifier import DeviceVerifier
 from target_service.verifier import Verifier, VerifierOptions
+from tests.rpc.peers import whole
 from tests.unit.tiny_models import PAGE, VOCAB, random_tokens, save, tiny_model
 
 # Rows of padding hold anything, infinities too; numpy, which interprets, warns of them.
@@ -106,6 +107,7 @@ class Caller:
     accepted: int = 0
     round: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    part_sizes: list[int] = field(default_factory=list)
 
     def _command(self, **working: Any) -> Any:
         make = draft_pb2.DraftCommand if self.side == "draft" else target_pb2.TargetCommand
@@ -113,7 +115,11 @@ class Caller:
 
     def ask(self, command: Any) -> Any:
         assert self.engine.submit(self.link, [command])
-        return self.link.results.get(timeout=ANSWER_S)
+        results = [self.link.results.get(timeout=ANSWER_S)]
+        while self.side == "target" and results[-1].verdict.more:
+            results.append(self.link.results.get(timeout=ANSWER_S))
+        self.part_sizes = [len(each.verdict.tokens) for each in results if self.side == "target"]
+        return whole(results[:-1], results[-1])
 
     def open(self, sampling: session_pb2.SamplingParams, rule: int, max_len: int = 128) -> None:
         opening = session_pb2.OpenSession(
@@ -301,11 +307,16 @@ def test_a_lying_row_is_found_and_decided_without_it(pairs: Pairs) -> None:
 
 
 def test_plain_decoding_in_chains_is_step_by_step(pairs: Pairs) -> None:
-    """Six tokens in one command: a chain of four passes and two single ones, and a stop id."""
+    """Six tokens in one command, a part after every chain, and a stop id."""
+    for key, link in pairs.links.items():
+        pairs.engines[key].end_link(link)  # sessions between commands shorten chains
+    pairs.links.clear()
     prompt = random_tokens(17, seed=5)
     callers = pairs.session(prompt, params(temperature=1.0), RESIDUAL)
     verdicts = [caller.work(num_steps=6, decide_at=1) for caller in targets(callers)]
     same_verdict(verdicts[1], verdicts[0])
+    # The prompt's pass draws one; the other five want a chain of four and one more.
+    assert [caller.part_sizes for caller in targets(callers)] == [[1] * 6, [1, 4, 1]]
     tokens = list(verdicts[0].verdict.tokens)
     stop = next(token for token in tokens[1:] if token != tokens[0])
     stopped = pairs.session(prompt, params(temperature=1.0, stop_token_ids=[stop]), RESIDUAL)
@@ -332,11 +343,13 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing(pairs: Pairs, devic
             commands = [caller.command(num_steps=16, decide_at=1) for caller in callers]
             assert engine.submit(link, commands)
             verdicts: dict[str, list[int]] = {}
-            while len(verdicts) < len(callers):
+            num_ended = 0
+            while num_ended < len(callers):
                 result = link.results.get(timeout=ANSWER_S)
                 assert result.WhichOneof("result") in ("verdict", "deferred"), result
                 if result.HasField("verdict"):
-                    verdicts[result.session_id] = list(result.verdict.tokens)
+                    verdicts.setdefault(result.session_id, []).extend(result.verdict.tokens)
+                    num_ended += not result.verdict.more
             answers.append(verdicts)
             engine.end_link(link)
         assert answers[0] == answers[1]

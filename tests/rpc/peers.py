@@ -24,7 +24,7 @@ from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.service import SERVICE_NAME as TARGET_NAME
 from target_service.service import TargetServicer
-from target_service.verifier import Verifier, VerifierOptions
+from target_service.verifier import Verifier, VerifierOptions, joined
 from tests.rpc.fake_model import PrefixCache, PrefixDecoder
 
 VOCAB_HASH = 0xC0FFEE
@@ -122,7 +122,8 @@ async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None)
 
 
 class Peer:
-    """One link to a service. Frames keep their results in order of arrival."""
+    """One link to a service. Frames keep their results in order of arrival; parts those of answers
+    that go on, by session."""
 
     def __init__(self, side: str, channel, group: str | None = None) -> None:
         self.side = side
@@ -140,6 +141,7 @@ class Peer:
         self.stream = stub.Link(metadata=metadata)
         self.frames: list[object] = []
         self.num_deferred = 0
+        self.parts: dict[str, list[object]] = {}
         self._results: list[object] = []
 
     async def send(self, *commands) -> None:
@@ -155,15 +157,38 @@ class Peer:
         return self._results.pop(0)
 
     async def answer(self):
-        """The next result that is no DEFERRED."""
-        while (result := await self.receive()).WhichOneof("result") == "deferred":
-            self.num_deferred += 1
-        return result
+        """The next whole answer, its parts joined; no DEFERRED."""
+        while True:
+            result = await self.receive()
+            if result.WhichOneof("result") == "deferred":
+                self.num_deferred += 1
+            elif self.side == "target" and result.verdict.more:
+                self.parts.setdefault(result.session_id, []).append(result)
+            else:
+                return whole(self.parts.pop(result.session_id, []), result)
 
     async def call(self, command):
         """Send one command alone and wait for its answer."""
         await self.send(command)
         return await self.answer()
+
+
+def whole(parts, last):
+    """One result that says what all parts of an answer said, times and passes added up."""
+    if not parts or last.WhichOneof("result") != "verdict":
+        return last
+    known = 0
+    for part in (*parts, last):
+        assert part.verdict.offset == known
+        known += len(part.verdict.tokens)
+    result = type(last)()
+    result.CopyFrom(last)
+    result.verdict.CopyFrom(joined([part.verdict for part in (*parts, last)]))
+    result.before.CopyFrom(parts[0].before)
+    for part in parts:
+        for name in ("queue_us", "forward_us", "total_us", "num_steps", "cached_tokens"):
+            setattr(result.timing, name, getattr(result.timing, name) + getattr(part.timing, name))
+    return result
 
 
 @asynccontextmanager

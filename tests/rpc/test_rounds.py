@@ -289,26 +289,6 @@ async def test_plain_decoding_ends_early_at_a_stop_token() -> None:
     assert not {2, 9} & set(verdict.tokens[:-1])
 
 
-async def test_a_session_that_hides_stops_answers_after_all_its_steps() -> None:
-    """The same tokens and boundaries as an early answer, and the passes of one without a stop."""
-    params = sampling(stop_token_ids=[2, 9], temperature=1.0)
-    verdicts, steps_taken, after = [], [], []
-    for hides in (False, True):
-        async with running("target", PrefixDecoder(VOCAB)) as target, linked(target) as link:
-            script = Script("target", "s", list(PROMPT), params=params, max_len=128)
-            await link.call(script.open(hides_stops=hides))
-            answer = await link.call(script.verify(steps=60))
-            verdicts.append(answer.verdict)
-            steps_taken.append(answer.timing.num_steps)
-            after.append(boundaries(answer.after)[:2])
-            script.committed(answer.verdict.tokens)
-            more = await link.call(script.verify(steps=2))  # the next command works as ever
-            assert 1 <= len(more.verdict.tokens) <= 2
-    assert verdicts[0] == verdicts[1]
-    assert after[0] == after[1]
-    assert steps_taken[0] == len(verdicts[0].tokens) < 60 == steps_taken[1]
-
-
 async def test_an_accepted_stop_token_closes_the_round_without_a_draw() -> None:
     """A kept candidate that is a stop id ends the verdict: no bonus, nothing after it."""
     model = PrefixDecoder(VOCAB)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from coordinator import verdicts
 from coordinator.drafting import Drafting
 from coordinator.links import ReplicaLink
 from coordinator.messages import Verdict
 from coordinator.protocol import Session as Protocol
 from coordinator.stops import Output, Shown
 from coordinator.tally import Round
+from coordinator.target_side import TargetSide, prefix_of
 from kernels import reference
 from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.commands import CommandDesk
@@ -95,6 +97,55 @@ def reply_applied_twice(patch: MonkeyPatch) -> None:
             right(self, event)
 
     patch.setattr(Protocol, "_stray_reply", stray_reply)
+
+
+def part_applied_twice(patch: MonkeyPatch) -> None:
+    """Where a part begins is not looked at when it comes again."""
+    right = verdicts.news_of
+
+    def news_of(verdict: Verdict, taken: Sequence[int]) -> Verdict | None:
+        return verdict if verdict.offset < len(taken) else right(verdict, taken)
+
+    patch.setattr("coordinator.protocol.news_of", news_of)
+
+
+def lost_part_passed_over(patch: MonkeyPatch) -> None:
+    """A part after one that was lost is taken all the same."""
+    right = verdicts.news_of
+
+    def news_of(verdict: Verdict, taken: Sequence[int]) -> Verdict | None:
+        return right(replace(verdict, offset=min(verdict.offset, len(taken))), taken)
+
+    patch.setattr("coordinator.protocol.news_of", news_of)
+
+
+def delivered_parts_asked_for_again(patch: MonkeyPatch) -> None:
+    """After a failover the command goes out as it did at first, and its parts count once more."""
+    begun: dict[int, int] = {}  # by epoch: where the command that is sent again began
+    leave, verify, taken = TargetSide.leave, TargetSide.verify, TargetSide.taken
+
+    def leave_with_it(self: TargetSide) -> None:
+        if self.in_flight is not None and self.in_flight.num_steps > 1:
+            begun[self.epoch + 1] = self.in_flight.prefix.base_len
+        leave(self)
+
+    def verify_again(self: TargetSide, ledger: Ledger, *fields: Any, **options: Any) -> Any:
+        commands = verify(self, ledger, *fields, **options)
+        base_len = begun.pop(self.epoch, ledger.confirmed_len)
+        if self.in_flight is None or base_len == ledger.confirmed_len:
+            return commands
+        prefix = prefix_of(ledger, 0, 0, base_len=base_len)
+        self.in_flight = replace(self.in_flight, prefix=prefix)
+        return (*commands[:-1], self.in_flight)
+
+    def nothing_taken(self: TargetSide, ledger: Ledger) -> tuple[int, ...]:
+        found = taken(self, ledger)
+        assert self.in_flight is not None
+        return found if self.in_flight.epoch == 0 else ()
+
+    patch.setattr(TargetSide, "leave", leave_with_it)
+    patch.setattr(TargetSide, "verify", verify_again)
+    patch.setattr(TargetSide, "taken", nothing_taken)
 
 
 def bonus_after_stop(patch: MonkeyPatch) -> None:
@@ -248,12 +299,16 @@ class Bug:
 
 
 _TIGHT = {"num_requests": 4, "page_size": 2, "target_pages": 14, "draft_pages": 14}
+_PLAIN = {"num_draft_tokens": 0, "plain_steps": 16, "chain_lens": (1, 2, 3)}
 BUGS = (
     Bug(rejected_kv_kept),
     Bug(boundary_after_full_acceptance, {"own_weight": 0.0}),
     Bug(late_replies_taken, faults=Faults(duplicate=0.3)),
     Bug(late_proposals_taken, faults=Faults(duplicate=0.3)),
     Bug(reply_applied_twice, faults=Faults(duplicate=0.3)),
+    Bug(part_applied_twice, _PLAIN, Faults(duplicate=0.3)),
+    Bug(lost_part_passed_over, _PLAIN, Faults(drop=0.1)),
+    Bug(delivered_parts_asked_for_again, _PLAIN, Faults(target_crashes=3, window_s=0.1)),
     Bug(bonus_after_stop, {"own_weight": 0.0, "vocab_size": 3}),
     Bug(penalties_count_rejected, {"own_weight": 0.5}),
     Bug(shared_page_rewritten, {"page_size": 3}, Faults(garble=4, window_s=0.2)),

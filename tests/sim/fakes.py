@@ -3,15 +3,18 @@
 `FakeTarget` and `FakeDraft` keep sessions, ledgers and one stored answer each, and check from
 outside what the protocol must guarantee: every K/V entry a "model pass" reads was computed from
 exactly the tokens that precede it. The model is a deterministic function of the prefix, so the
-undisturbed output is known (`expected_output`). Nothing here knows the protocol's states.
+undisturbed output is known (`expected_output`). A target that decodes plainly answers in parts, a
+chain of passes each, and works on while the session takes them in. Nothing here knows the
+protocol's states.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from coordinator.detokenizer import Detokenizer
 from coordinator.messages import (
@@ -31,9 +34,11 @@ from coordinator.messages import (
     Fail,
     Failed,
     Finish,
+    Lost,
     Open,
     Opened,
     Outcome,
+    PeerViolation,
     PlaceDraft,
     PlaceTarget,
     Proposal,
@@ -43,8 +48,10 @@ from coordinator.messages import (
     SessionPlan,
     Side,
     StartTimer,
+    StopTimer,
     TargetPlaced,
     TargetReply,
+    TimerFired,
     Verdict,
     Verify,
 )
@@ -84,12 +91,18 @@ def fickle(prefix: Sequence[int]) -> int:
 
 @dataclass
 class FakeSession:
-    """One session of a fake service. kv: digest of the tokens each position was computed from."""
+    """One session of a fake service. kv: digest of the tokens each position was computed from.
+
+    last: the last command and its whole answer. at_work: a command that goes on, emitted: its
+    tokens so far.
+    """
 
     epoch: int
     ledger: Ledger
     kv: list[int] = field(default_factory=list)
     last: tuple[Command, Reply] | None = None
+    at_work: Verify | None = None
+    emitted: list[int] = field(default_factory=list)
 
     def feed(self, tokens: Sequence[int], written_len: int) -> None:
         """Write K/V for [kv_len, written_len) of `tokens`, then check all of it against them."""
@@ -117,8 +130,8 @@ class FakeService(ABC):
         self.failures: deque[Failed] = deque()  # answered instead of the next working commands
         self.num_carried_out = 0
 
-    def receive(self, session_id: str, command: Command) -> Reply:
-        """Carry out one command and answer it."""
+    def receive(self, session_id: str, command: Command) -> Reply | None:
+        """Carry out one command and answer it; None for a repeat of one that is at work."""
         if isinstance(command, Verify | Propose) and self.failures:
             return self._reply(command, self.failures.popleft())
         try:
@@ -136,7 +149,7 @@ class FakeService(ABC):
         """The link ended, or the service restarted."""
         self.sessions.clear()
 
-    def _carry_out(self, session_id: str, command: Command) -> Reply:
+    def _carry_out(self, session_id: str, command: Command) -> Reply | None:
         session = self.sessions.get(session_id)
         if isinstance(command, Close):
             if session is not None and command.epoch >= session.epoch:
@@ -153,11 +166,14 @@ class FakeService(ABC):
             return self._reply(command, Failed("SESSION_NOT_FOUND", "no such session"))
         if command.epoch < session.epoch:
             raise StaleRound("an older epoch")
+        if session.at_work is not None and command == session.at_work:
+            return None
         if session.last is not None and command.round <= session.last[0].round:
             if command == session.last[0]:
                 return session.last[1]
             reason = "ROUND_CONFLICT" if command.round == session.last[0].round else "STALE_ROUND"
             return self._reply(command, Failed(reason, "an older round"))
+        assert session.at_work is None, "one command is out per side"
         prefix = command.prefix
         session.ledger.apply_update(
             base_len=prefix.base_len,
@@ -169,7 +185,8 @@ class FakeService(ABC):
         )
         reply = self._work(session, command)
         session.ledger.check()
-        session.last = (command, reply)
+        if session.at_work is None and (session.last is None or session.last[0] is not command):
+            session.last = (command, reply)
         self.num_carried_out += 1
         return reply
 
@@ -211,7 +228,11 @@ class FakeDraft(FakeService):
 
 
 class FakeTarget(FakeService):
-    """Judges with the target model, by itself or (decide_here) by returning what to judge with."""
+    """Judges with the target model, by itself or (decide_here) by returning what to judge with.
+
+    chains: passes of plain decoding between two parts of an answer. part_failures: what goes wrong
+    with coming chains, None where nothing does.
+    """
 
     side = Side.TARGET
 
@@ -223,8 +244,11 @@ class FakeTarget(FakeService):
         stop_ids: Iterable[int] = (),
         decide_here: bool = False,
         refute: bool = False,
+        chains: Iterable[int] = (3, 1, 2),
     ) -> None:
         super().__init__(name, device_id, stop_ids=stop_ids)
+        self.chains: Iterator[int] = itertools.cycle(chains)
+        self.part_failures: deque[Failed | None] = deque()
         self.decide_here = decide_here
         self.refute = refute
 
@@ -233,6 +257,7 @@ class FakeTarget(FakeService):
         ledger, candidates = session.ledger, command.candidates
         base = list(ledger.tokens)
         if not candidates and not self.decide_here:
+            session.emitted = []
             return self._decode(session, command)
         ledger.begin_round(len(candidates))
         session.feed([*base, *candidates], len(base) + len(candidates))
@@ -249,10 +274,22 @@ class FakeTarget(FakeService):
         ledger.extend(outcome.tokens)
         return self._reply(command, Verdict(outcome, winners if command.audit else ()))
 
+    def go_on(self) -> Reply | None:
+        """One more chain of a command at work, and the part it gives; None where none is."""
+        for session in self.sessions.values():
+            command = session.at_work
+            if command is not None:
+                failure = self.part_failures.popleft() if self.part_failures else None
+                if failure is None:
+                    return self._decode(session, command)
+                session.at_work = None  # what was answered stays
+                return self._reply(command, failure)
+        return None
+
     def _decode(self, session: FakeSession, command: Verify) -> Reply:
-        ledger = session.ledger
+        ledger, offset = session.ledger, len(session.emitted)
         emitted: list[int] = []
-        while len(emitted) < command.num_steps:
+        for _ in range(min(next(self.chains), command.num_steps - offset)):
             ledger.begin_round(0)
             session.feed(ledger.tokens, ledger.confirmed_len)
             ledger.settle(0)
@@ -260,9 +297,19 @@ class FakeTarget(FakeService):
             ledger.extend(emitted[-1:])
             if emitted[-1] in self.stop_ids:
                 break
-        outcome = Outcome(0, tuple(emitted), Closing.BONUS)
+        whole = session.emitted + emitted
+        more = len(whole) < command.num_steps and emitted[-1] not in self.stop_ids
         rows = (emitted[0],) if command.audit else ()
-        return self._reply(command, Verdict(outcome, rows))
+        session.at_work, session.emitted = (command, whole) if more else (None, [])
+        if not more:
+            session.last = (command, self._verdict(command, whole, rows))
+        part = self._verdict(command, emitted, rows)
+        assert isinstance(part.body, Verdict)
+        return replace(part, body=replace(part.body, more=more, offset=offset))
+
+    def _verdict(self, command: Verify, tokens: Sequence[int], rows: Sequence[int]) -> TargetReply:
+        outcome = Outcome(0, tuple(tokens), Closing.BONUS)
+        return TargetReply(command.epoch, command.round, Verdict(outcome, tuple(rows)))
 
 
 def judge(candidates: Sequence[int], winners: Sequence[int], stop_ids: frozenset[int]) -> Outcome:
@@ -281,7 +328,8 @@ class Loopback:
     """One session against fake services, events delivered in order; what came out is recorded.
 
     tamper(action) -> list of events to deliver instead of performing the action, or None.
-    Timers run out only where `tamper` says so.
+    Timers run out where `tamper` says so, and where nothing else will ever happen. violations: for
+    these the session left a replica, as under `coordinator/driver.py`; None: they are raised.
     """
 
     session: Session
@@ -295,20 +343,48 @@ class Loopback:
     audits: list[Audit] = field(default_factory=list)
     others: list[Action] = field(default_factory=list)
     ended: Finish | Fail | None = None
+    timers: dict[Side, StartTimer] = field(default_factory=dict)
+    violations: list[PeerViolation] | None = None
 
     def run(self, limit: int = 10_000) -> Finish | Fail:
         """Run to the end; a session that does not end within `limit` events is stuck."""
         self.inbox.append(Begin())
         for _ in range(limit):
+            self.work()
+            if not self.inbox:
+                self._let_time_pass()
             if not self.inbox:
                 break
             self.deliver(self.inbox.popleft())
         assert self.ended is not None, f"stuck in {self.session.stage}"
         return self.ended
 
+    def work(self) -> None:
+        """Every target that is at work takes its next chain."""
+        for target in self.targets.values():
+            part = target.go_on()
+            if part is not None:
+                self.inbox.append(part)
+
+    def _let_time_pass(self) -> None:
+        for timer in list(self.timers.values())[:1]:
+            self.inbox.append(TimerFired(timer.side, timer.epoch, timer.round))
+            del self.timers[timer.side]
+
     def deliver(self, event: Event) -> None:
         """One step of the session."""
-        for action in self.session.step(event):
+        try:
+            actions = self.session.step(event)
+        except PeerViolation as violation:
+            if self.violations is None:
+                raise
+            self.violations.append(violation)
+            side = self.session.target if violation.side is Side.TARGET else self.session.draft
+            services = self.targets if violation.side is Side.TARGET else self.drafts
+            services[side.replica or ""].receive("s", Close(side.epoch, side.round))
+            self.inbox.appendleft(Lost(violation.side, side.replica or ""))
+            return
+        for action in actions:
             instead = self.tamper(action)
             if instead is None:
                 self.perform(action)
@@ -334,8 +410,14 @@ class Loopback:
                 services = self.targets if side is Side.TARGET else self.drafts
                 for command in commands:
                     reply = services[replica].receive("s", command)
-                    if not isinstance(command, Close):
+                    if reply is not None and not isinstance(command, Close):
                         self.inbox.append(reply)
+            case StartTimer(side=side):
+                self.timers[side] = action
+                self.others.append(action)
+            case StopTimer(side=side):
+                self.timers.pop(side, None)
+                self.others.append(action)
             case Decide():
                 winners = tuple(int(row) for row in action.target_rows)
                 outcome = judge(action.candidates, winners, self.session.plan.stop_ids)

@@ -86,10 +86,17 @@ class Letters:
 class SimEngine(Engine):
     """The production engine, its loop driven by the simulated clock."""
 
-    def begin(self, loop: SimLoop, node: Node, pass_s: Callable[[], float]) -> None:
+    def begin(
+        self,
+        loop: SimLoop,
+        node: Node,
+        pass_s: Callable[[], float],
+        next_chain: Callable[[], int],
+    ) -> None:
         """Serve from now on; called in place of `start`."""
         self._loop, self._node, self._pass_s = loop, node, pass_s
         self._executor = CheckedExecutor(self._executor._device, self._observers.clock_ns)
+        self._executor.role, self._executor.next_chain = self._role, next_chain
         self._is_busy = False
         self.after_turn: Callable[[], None] = lambda: None
         put = self._inbox.put
@@ -221,7 +228,7 @@ class ServiceHost:
             EngineOptions(setup.token_budget, setup.prefill_chunk, session_idle_s=IDLE_S),
             observers,
         )
-        run_on(node, lambda: self.engine.begin(self._loop, node, self._pass_s))
+        run_on(node, lambda: self.engine.begin(self._loop, node, self._pass_s, self._next_chain))
         self.engine.after_turn = self._check
         response = (
             target_pb2.TargetServiceLinkResponse
@@ -279,6 +286,10 @@ class ServiceHost:
             max_num_draft_tokens=MAX_DRAFT_TOKENS,
             device_id="one" if setup.one_device else self.address,
         )
+
+    def _next_chain(self) -> int:
+        lengths = self._setup.chain_lens
+        return lengths[0] if len(lengths) == 1 else self._rng.choice(lengths)
 
     def _pass_s(self) -> float:
         if self._setup.steady:

@@ -9,7 +9,7 @@ rewritten fails the run at the pass that reads it. Logits are a pure function of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +18,12 @@ from torch import Tensor
 
 from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.decoder import StepBatch
-from specmesh.engine.executor import StepExecutor
+from specmesh.engine.executor import StepExecutor, StepOutcome
+from specmesh.engine.role import Finished, Part, Role
+from specmesh.engine.scheduler import Segment, Step, Task
+from specmesh.errors import SpecmeshError
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
+from target_service.verifier import joined
 
 
 class WrongRead(BaseException):
@@ -162,13 +166,16 @@ def _failing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class CheckedExecutor(StepExecutor):
     """Tells the model which tokens each session of a pass believes in; fails when told to.
 
-    failing: "" or when the next pass fails, "before" or "after" it wrote its K/V.
+    failing: "" or when the next pass fails, "before" or "after" it wrote its K/V. role, next_chain:
+    who decides, and how many passes of plain decoding are taken before anybody hears of them.
     """
 
     failing = ""
+    role: Role
+    next_chain: Callable[[], int] = staticmethod(lambda: 1)
 
     def run(self, step: Any, meanwhile: Any = None) -> Any:
-        del meanwhile  # the pass runs on this thread, in no time at all
+        meanwhile()  # the pass runs on this thread, in no time at all
         failing, self.failing = self.failing, ""
         if failing == "before":
             raise DeviceFailure("the device failed this pass")
@@ -181,8 +188,61 @@ class CheckedExecutor(StepExecutor):
                 decoder.forward = forward  # type: ignore[method-assign]
         return self._run(step)
 
-    def _run(self, step: Any) -> Any:
-        self._device.decoder.expected = [
+    def _run(self, step: Step) -> StepOutcome:
+        first = self._pass(step)
+        tasks = [entry.task for entry in first.finished]
+        if first.unfinished or not tasks or not all(map(_decodes_plainly, tasks)):
+            return first
+        length = self.next_chain()
+        return self._chain(first, length) if length > 1 else first
+
+    def _pass(self, step: Step) -> StepOutcome:
+        self._device.decoder.expected = [  # type: ignore[attr-defined]  # the tiny model
             segment.task.tokens(0, segment.end) for segment in step.segments
         ]
         return super().run(step)
+
+    def _chain(self, outcome: StepOutcome, length: int) -> StepOutcome:
+        """Decide and pass on those that go on, `length` times; what came of each is one outcome."""
+        told: dict[Task, list[Any]] = {entry.task: [] for entry in outcome.finished}
+        last = outcome
+        for index in range(length):
+            decided = self.role.advance(last.finished, last.logits)
+            for entry, each in zip(last.finished, decided, strict=True):
+                told[entry.task].append(each)
+            going = [task for task, each in told.items() if _goes_on(each, index)]
+            if not going or index + 1 == length:
+                break
+            starts = [task.session.ledger.written_len for task in going]
+            segments = [
+                Segment(task, start, task.feed_end, task.num_rows)
+                for task, start in zip(going, starts, strict=True)
+            ]
+            last = self._pass(Step(segments))
+        finished = [
+            Finished(task, 0, 0, (_chained(task, each, length),)) for task, each in told.items()
+        ]
+        return replace(outcome, finished=finished, end_ns=last.end_ns)
+
+
+def _decodes_plainly(task: Task) -> bool:
+    state = task.role_state
+    return getattr(state, "num_steps", 1) > 1 and not state.at_coordinator
+
+
+def _goes_on(decided: Sequence[Any], index: int) -> bool:
+    return len(decided) == index + 1 and isinstance(decided[-1], Part) and decided[-1].goes_on
+
+
+def _chained(task: Task, decided: Sequence[Any], length: int) -> Any:
+    """The outcome of a chain: an error undoes all of it. When it is told depends on its length."""
+    last = decided[-1]
+    if isinstance(last, SpecmeshError):
+        return last
+    verdicts = [each.make() if isinstance(each, Part) else each for each in decided]
+    whole = joined(verdicts)
+    whole.offset, whole.more = verdicts[0].offset, verdicts[-1].more
+    if whole.offset + length >= task.role_state.num_steps:
+        return whole
+    assert isinstance(last, Part)
+    return Part(lambda: whole, last.goes_on)

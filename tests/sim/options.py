@@ -46,7 +46,11 @@ class Faults:
 
 @dataclass(frozen=True)
 class Setup:
-    """How the system is built and what is asked of it. steady: latency and passes do not vary."""
+    """How the system is built and what is asked of it. steady: latency and passes do not vary.
+
+    chain_lens: the target takes passes of plain decoding in chains of these lengths, drawn anew
+    each time, and answers after each chain, as a device does.
+    """
 
     seed: int
     vocab_size: int = 5
@@ -63,6 +67,7 @@ class Setup:
     max_running: int = 64
     num_draft_tokens: int | None = None
     plain_steps: int = 4
+    chain_lens: tuple[int, ...] = (1,)
     audit_ratio: float = 0.0
     draft_prefill: str = "auto"
     one_device: bool = False
@@ -114,7 +119,7 @@ def drawn_setup(seed: int) -> Setup:
     page_size = rng.choice((1, 2, 3, 4))
     needed = -(-(9 + max_tokens) // page_size)
     pages = [needed + rng.randint(0, needed // 2) if tiny else 64 for _ in range(2)]
-    return Setup(
+    setup = Setup(
         seed=seed,
         vocab_size=rng.randint(3, 6),
         own_weight=rng.choice((0.0, 0.2, 0.5)),
@@ -135,7 +140,10 @@ def drawn_setup(seed: int) -> Setup:
         max_unread_chunks=rng.choice((1, 64)),
         max_tokens=max_tokens,
         faults=faults,
+        plain_steps=rng.choice((1, 4, 16, 64)),
+        chain_lens=rng.choice(((1,), (1, 2, 3), (4, 1), (8,))),
     )
+    return replace(setup, num_draft_tokens=0) if rng.random() < 0.15 else setup
 
 
 def without(setup: Setup, *names: str) -> Setup:

@@ -82,10 +82,10 @@ def _coordinator(coordinator: Any) -> list[object]:
 def _service(host: Any) -> list[object]:
     engine = host.engine
     parts: list[object] = [(host.is_up, host.pool.num_free, engine._is_busy)]
-    parts.append((engine._inbox.empty(), engine._scheduler.num_waiting))
+    parts.append((engine._inbox.empty(), engine._scheduler.num_waiting, len(engine._desk._parts)))
     for session in engine._table:
         at_work = session.task is not None
-        parts.append((session.session_id, session.epoch, session.ledger, session.answer, at_work))
+        parts.append((session.session_id, session.epoch, session.ledger, session.answered, at_work))
         parts.append(len(session.queued))
     return parts
 

@@ -14,6 +14,9 @@ from coordinator.protocol import Session
 from draft_service.proposer import Proposer
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import session_pb2
+from specmesh.engine.role import Part
+from target_service import verifier
+from target_service.verifier import joined
 from tests.sim.law import NoiseReused, Tape, law_of_system, law_of_target
 from tests.sim.options import Faults, Setup
 from tests.sim.world import Crash
@@ -80,20 +83,51 @@ def crashes_of(kinds: Sequence[str], at_s: float) -> list[Crash]:
     return [Crash(at_s, kind, 2.0 if kind == "draft" else 0.05) for kind in kinds]
 
 
-def test_law_where_a_stop_token_ends_plain_decoding() -> None:
-    """The draft dies, the coordinator dies while the target decodes plainly, the draft is back when
-    the caller resumes. One token a command: when a verdict comes does not depend on its value.
-    (With several steps P(0, 0, 1) was 9/625 in place of 5/625.)"""
+def stopping(at_s: float, chain_len: int) -> tuple[Setup, pb.GenerateRequest, list[Crash]]:
+    """The draft dies, the coordinator dies while the target decodes plainly in one command, the
+    draft is back when the caller resumes; a stop token may be drawn at any step."""
     setup, request = tiny(max_tokens=6)
-    setup = replace(setup, num_targets=1, plain_steps=4, pass_s=0.003)
+    setup = replace(setup, num_targets=1, plain_steps=4, pass_s=0.003, chain_lens=(chain_len,))
     request.ignore_eos = False
-    crashes = [Crash(0.0085, "draft", 0.03), Crash(0.0205, "coordinator", 0.03)]
+    return setup, request, [Crash(0.0085, "draft", 0.03), Crash(at_s, "coordinator", 0.03)]
+
+
+def law_with_stops_is_kept(setup: Setup, request: pb.GenerateRequest, crashes: Crashes) -> bool:
     law, _ = law_of_system(setup, request, crashes)
     eos = setup.vocab_size - 1
     wanted = law_of_target(
         setup, request, lambda output: len(output) == 6 or (len(output) > 0 and output[-1] == eos)
     )
-    assert law == wanted
+    return law == wanted
+
+
+WHILE_DECODING_S = 0.0205
+
+
+@pytest.mark.parametrize(
+    ("at_s", "chain_len"), [(WHILE_DECODING_S, 1), (WHILE_DECODING_S, 2), (0.0185, 1)]
+)
+def test_law_where_a_stop_token_ends_plain_decoding(at_s: float, chain_len: int) -> None:
+    """Tokens are told after every chain, whatever they are: when one comes tells nothing of it."""
+    assert law_with_stops_is_kept(*stopping(at_s, chain_len))
+
+
+def test_a_stop_that_is_told_before_other_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that answers when its steps are taken or a stop token ends them: sequences without
+    one are drawn again after a crash, with other noise."""
+
+    def late(task: Any, num_steps: int, last_token: int, make: Any) -> Any:
+        outcome = answer(task, num_steps, last_token, make)
+        told = outcome.make() if isinstance(outcome, Part) else outcome
+        held.setdefault(task, []).append(told)
+        if told.more:
+            return None
+        return joined(held.pop(task))
+
+    held: dict[Any, list[Any]] = {}
+    answer = verifier.answer
+    monkeypatch.setattr(verifier, "answer", late)
+    assert not law_with_stops_is_kept(*stopping(WHILE_DECODING_S, 1))
 
 
 def is_found(setup: Setup, request: pb.GenerateRequest, crashes: Crashes) -> bool:

@@ -27,6 +27,8 @@ ENOUGH_S = 120.0  # every request must have ended this long after the last fault
 LOOK_S = 0.01  # between two looks at whether both sides agree
 
 _LAW = "output law in doubt"  # its counts run on over all runs of a process
+_CONTRADICTS = "a service contradicts its command"
+_GAP = "a part from token"
 _DRAFT_OFF = "draft switched off for a request"
 
 
@@ -62,6 +64,12 @@ class _Errors(logging.Handler):
         self._failures = failures
         self._faults = faults
 
+    @property
+    def _may_lose_parts(self) -> bool:
+        """Whether messages of a stream get lost or overtake each other, as TCP never lets them."""
+        faults = self._faults
+        return bool(faults.drop or faults.delay or faults.replay)
+
     def _may_be_off(self, reason: str) -> bool:
         if reason == "draft_error" and self._faults.pass_failures:
             return True
@@ -72,7 +80,10 @@ class _Errors(logging.Handler):
         if record.exc_info and isinstance(record.exc_info[1], DeviceFailure):
             return
         is_error = record.levelno >= logging.ERROR and message != _LAW
-        is_off = message == _DRAFT_OFF and not self._may_be_off(getattr(record, "reason", ""))
+        reason = getattr(record, "reason", "")
+        if message == _CONTRADICTS and reason.startswith(_GAP) and self._may_lose_parts:
+            return
+        is_off = message == _DRAFT_OFF and not self._may_be_off(reason)
         if not is_error and not is_off:
             return
         details = [getattr(record, name, "") for name in ("reason", "detail")]

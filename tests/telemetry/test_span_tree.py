@@ -175,7 +175,8 @@ def test_every_span_is_one_of_the_table(run: Run) -> None:
 
 
 def test_each_request_is_one_trace_across_three_processes(run: Run) -> None:
-    """One root; a prefill per sample; under each step the commands it sent; nothing else."""
+    """One root; a prefill per sample; under each step the commands it sent; nothing else. A command
+    that is answered in parts hangs under the round of the first."""
     for name, answer in run.answers.items():
         spans = run.trace(name)
         counts = Counter(one.span.name for one in spans)
@@ -186,7 +187,7 @@ def test_each_request_is_one_trace_across_three_processes(run: Run) -> None:
         for one in spans:
             children[one.span.parent_span_id][one.span.name] += 1
         for step in (*run.steps(name), *run.steps(name, PREFILL)):
-            assert children[step.span.span_id][VERIFY] >= 1
+            assert bool(children[step.span.span_id][VERIFY]) is (Key.OFFSET not in step.attributes)
             if step.attributes[Key.NUM_DRAFT_TOKENS]:
                 assert children[step.span.span_id][PROPOSE] >= 1
         services = {one.service for one in spans}
@@ -197,9 +198,28 @@ def test_each_request_is_one_trace_across_three_processes(run: Run) -> None:
         assert bool(drafted) is (name != "plain") or name == "adaptive"
 
 
+def last_part_of(run: Run, command: Received) -> Received:
+    """The round of the last part of a command's answer; the only one where it has one."""
+    base_len, num_emitted = (
+        int(str(command.attributes[key])) for key in (Key.BASE_LEN, Key.NUM_EMITTED)
+    )
+    rounds = [
+        one
+        for one in run.spans
+        if one.span.name in (ROUND, PREFILL)
+        and one.attributes[Key.SESSION_ID] == command.attributes[Key.SESSION_ID]
+        and 0 <= int(str(one.attributes[Key.BASE_LEN])) - base_len < max(1, num_emitted)
+    ]
+    told = sum(int(str(one.attributes[Key.NUM_EMITTED])) for one in rounds)
+    assert told == num_emitted or not num_emitted, "its rounds bring its tokens"
+    return max(rounds, key=lambda one: int(str(one.attributes[Key.BASE_LEN])))
+
+
 def test_children_lie_within_their_parents(run: Run) -> None:
-    """Clocks of the processes agree to 5 ms: no span begins before or ends after its parent."""
+    """Clocks of the processes agree to 5 ms: no span begins before or ends after its parent; one
+    of a command that is answered in parts ends with the round of the last."""
     by_id = {one.span.span_id: one.span for one in run.spans}
+    num_in_parts = 0
     slack_ns = 5_000_000
     for one in run.spans:
         parent = by_id.get(one.span.parent_span_id)
@@ -207,8 +227,13 @@ def test_children_lie_within_their_parents(run: Run) -> None:
             continue
         assert one.span.start_time_unix_nano >= parent.start_time_unix_nano - slack_ns
         # A draft's first fill runs beside the rounds and may outlast the step that sent it.
+        if one.span.name == VERIFY:
+            last = last_part_of(run, one).span
+            num_in_parts += last is not parent
+            parent = last
         if one.span.name != PROPOSE or one.attributes.get(Key.NUM_DRAFT_TOKENS):
             assert one.span.end_time_unix_nano <= parent.end_time_unix_nano + slack_ns
+    assert num_in_parts > 0
 
 
 def test_batches_and_commands_link_each_other(run: Run) -> None:

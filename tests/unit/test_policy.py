@@ -13,6 +13,7 @@ from coordinator.policy import (
     FIRST_TRIES,
     LONGER_ROUNDS,
     RETRY_ROUNDS,
+    Costs,
     Line,
     RoundSample,
     SessionPolicy,
@@ -176,6 +177,16 @@ def test_own_rounds_outweigh_the_others() -> None:
     assert own.best(3) == 0
 
 
+def test_parts_of_an_answer_cost_what_each_takes() -> None:
+    """A command's own cost is shared by all its steps; a part's by the tokens it brought."""
+    costs = Costs()
+    first = RoundSample(0, 1, 0, 0, 0.0, 0.014, 0.002, forward_s=0.008)
+    part = RoundSample(0, 8, 0, 0, 0.0, 0.0656, 0.0, forward_s=0.064, is_later_part=True)
+    for sample in (first, *[part] * 7) * 4:
+        costs.add(sample, 1.0, 1.0)
+    assert costs.plain_s(64, 1.0) == pytest.approx(0.008 + 0.008 / 64 + 0.0016 / 8)
+
+
 @pytest.mark.parametrize("slope", [0.0, 0.5, 2.0])
 def test_line_finds_its_slope(slope: float) -> None:
     """Times at several lengths are extended to others."""
@@ -209,6 +220,7 @@ def test_policy_is_blind_to_tokens() -> None:
         "batch_size",
         "batch_rows",
         "forward_s",
+        "is_later_part",
     }
     taken = inspect.signature(SessionPolicy.choose).parameters
     assert list(taken) == ["self", "limit"]

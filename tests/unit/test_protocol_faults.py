@@ -25,6 +25,7 @@ from coordinator.messages import (
     IllegalEvent,
     Lost,
     Open,
+    Opened,
     Outcome,
     PeerViolation,
     PlaceDraft,
@@ -770,7 +771,9 @@ class Chaos:
     def __call__(self, action: Action) -> list[Event] | None:
         if self.left == 0 or self.rng.random() > 0.2:
             return None
-        fault = self.rng.choice(["lose", "timer", "duplicate", "delay", "fail", "expire", "defer"])
+        fault = self.rng.choice(
+            ["lose", "timer", "duplicate", "delay", "drop", "fail", "fail_later", "expire", "defer"]
+        )
         acted = getattr(self, "_" + fault)(action)
         if acted is not None:
             self.left -= 1
@@ -806,6 +809,22 @@ class Chaos:
             return True
         return None
 
+    def _drop(self, action: Action) -> object:
+        parts = [
+            e for e in self.loopback.inbox if isinstance(e, TargetReply) and e.body != Opened()
+        ]
+        if parts:
+            self.loopback.inbox.remove(self.rng.choice(parts))
+            return True
+        return None
+
+    def _fail_later(self, action: Action) -> object:
+        target = self.rng.choice(list(self.loopback.targets.values()))
+        reasons = ["NOT_READY", "INTERNAL", "SESSION_NOT_FOUND"]
+        failure = Failed(self.rng.choice(reasons), "scripted")
+        target.part_failures.extend([None] * self.rng.randrange(3) + [failure])
+        return True
+
     def _fail(self, action: Action) -> object:
         if not isinstance(action, Send):
             return None
@@ -835,14 +854,18 @@ def test_random_faults_never_change_the_output(block: int) -> None:
     kinds: set[str] = set()
     for seed in range(20 * block, 20 * block + 20):
         decide_here = seed % 3 == 0
-        k = (None, 1, 3, 6)[seed % 4]
+        k = (None, 0, 1, 3, 6)[seed % 5]
         plan = plan_of(
             decide_here=decide_here, num_draft_tokens=k, max_failovers=100, max_round_retries=3
         )
         loopback = Loopback(
             make_session(plan),
-            {name: FakeTarget(name, decide_here=decide_here) for name in ("t0", "t1")},
+            {
+                name: FakeTarget(name, decide_here=decide_here, chains=chains)
+                for name, chains in (("t0", (1, 8)), ("t1", (4, 2, 1)))
+            },
             {name: FakeDraft(name) for name in ("d0", "d1")},
+            violations=[],
         )
         chaos = Chaos(loopback, seed, num_faults=12)
         loopback.tamper = chaos

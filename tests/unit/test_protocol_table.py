@@ -39,7 +39,8 @@ from coordinator.messages import (
     TimerFired,
     Verdict,
 )
-from coordinator.protocol import TRANSITIONS, Session, Stage
+from coordinator.protocol import Session
+from coordinator.stages import TRANSITIONS, Stage
 from specmesh import errors
 from tests.sim.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, Loopback, make_session
 

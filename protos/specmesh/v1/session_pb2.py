@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/specmesh/v1/session.proto\x12\x0bspecmesh.v1\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"h\n\x0c\x44istribution\x12\'\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x15.specmesh.v1.Encoding\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xb5\x02\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12*\n\nlogit_bias\x18\t \x03(\x0b\x32\x16.specmesh.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xdf\x01\n\x0bOpenSession\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.specmesh.v1.SamplingParams\x12\'\n\x04rule\x18\x02 \x01(\x0e\x32\x19.specmesh.v1.DecisionRule\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x0f\n\x07max_len\x18\x04 \x01(\r\x12*\n\nrow_policy\x18\x05 \x01(\x0e\x32\x16.specmesh.v1.RowPolicy\x12\x12\n\nvocab_hash\x18\x06 \x01(\x06\x12\x13\n\x0bhides_stops\x18\x07 \x01(\x08\"\x0e\n\x0c\x43loseSession\"\x82\x01\n\x0cPrefixUpdate\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12\x13\n\x0b\x61ppend_from\x18\x02 \x01(\r\x12\x0e\n\x06\x61ppend\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x06\x12\x0e\n\x06resync\x18\x06 \x01(\x08\"J\n\nBoundaries\x12\x15\n\rconfirmed_len\x18\x01 \x01(\r\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rallocated_len\x18\x03 \x01(\r\"\x96\x01\n\nStepTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\r\x12\x12\n\nbatch_rows\x18\x07 \x01(\r\"0\n\nPageDigest\x12\x12\n\nprefix_len\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\"\x9c\x01\n\x0c\x43ommandError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_us\x18\x04 \x01(\x04\x12\x15\n\rconfirmed_len\x18\x05 \x01(\r\x12-\n\x0cpage_digests\x18\x06 \x03(\x0b\x32\x17.specmesh.v1.PageDigest\"f\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.specmesh.v1.TokenLogprob\x12\x0b\n\x03row\x18\x03 \x01(\x0c\x42\n\n\x08_logprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\"\n\rSessionOpened\x12\x11\n\tpage_size\x18\x01 \x01(\r\"\x0f\n\rSessionClosed\"\n\n\x08\x44\x65\x66\x65rred\"s\n\x0bServiceLoad\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\xc5\x03\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\x06\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x17\n\x0fmax_context_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_sessions\x18\t \x01(\r\x12\x11\n\tpage_size\x18\n \x01(\r\x12\x13\n\x0btotal_pages\x18\x0b \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x0c \x01(\r\x12\x19\n\x11max_message_bytes\x18\r \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x11\n\tdevice_id\x18\x0f \x01(\t\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x18\n\x10numeric_contract\x18\x11 \x01(\t\x12\x11\n\ttokenizer\x18\x12 \x01(\t\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x13\n\x0binstance_id\x18\x14 \x01(\tB\x0f\n\r_bos_token_id*d\n\x0c\x44\x65\x63isionRule\x12\x1d\n\x19\x44\x45\x43ISION_RULE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45\x43ISION_RULE_RESIDUAL\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_RULE_COUPLED\x10\x02*V\n\x08\x44\x65\x63ideAt\x12\x19\n\x15\x44\x45\x43IDE_AT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44\x45\x43IDE_AT_TARGET\x10\x01\x12\x19\n\x15\x44\x45\x43IDE_AT_COORDINATOR\x10\x02*\x86\x01\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45NCODING_DENSE_F32\x10\x01\x12\x16\n\x12\x45NCODING_DENSE_F16\x10\x02\x12\x17\n\x13\x45NCODING_SPARSE_F32\x10\x03\x12\x17\n\x13\x45NCODING_SPARSE_F16\x10\x04*p\n\tRowPolicy\x12\x1a\n\x16ROW_POLICY_UNSPECIFIED\x10\x00\x12\x13\n\x0fROW_POLICY_AUTO\x10\x01\x12\x18\n\x14ROW_POLICY_DENSE_F32\x10\x02\x12\x18\n\x14ROW_POLICY_DENSE_F16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/specmesh/v1/session.proto\x12\x0bspecmesh.v1\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"h\n\x0c\x44istribution\x12\'\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x15.specmesh.v1.Encoding\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xb5\x02\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12*\n\nlogit_bias\x18\t \x03(\x0b\x32\x16.specmesh.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xdd\x01\n\x0bOpenSession\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.specmesh.v1.SamplingParams\x12\'\n\x04rule\x18\x02 \x01(\x0e\x32\x19.specmesh.v1.DecisionRule\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12\x0f\n\x07max_len\x18\x04 \x01(\r\x12*\n\nrow_policy\x18\x05 \x01(\x0e\x32\x16.specmesh.v1.RowPolicy\x12\x12\n\nvocab_hash\x18\x06 \x01(\x06J\x04\x08\x07\x10\x08R\x0bhides_stops\"\x0e\n\x0c\x43loseSession\"\x82\x01\n\x0cPrefixUpdate\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12\x13\n\x0b\x61ppend_from\x18\x02 \x01(\r\x12\x0e\n\x06\x61ppend\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x06\x12\x0e\n\x06resync\x18\x06 \x01(\x08\"J\n\nBoundaries\x12\x15\n\rconfirmed_len\x18\x01 \x01(\r\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rallocated_len\x18\x03 \x01(\r\"\x96\x01\n\nStepTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\r\x12\x12\n\nbatch_rows\x18\x07 \x01(\r\"0\n\nPageDigest\x12\x12\n\nprefix_len\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\"\x9c\x01\n\x0c\x43ommandError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_us\x18\x04 \x01(\x04\x12\x15\n\rconfirmed_len\x18\x05 \x01(\r\x12-\n\x0cpage_digests\x18\x06 \x03(\x0b\x32\x17.specmesh.v1.PageDigest\"f\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.specmesh.v1.TokenLogprob\x12\x0b\n\x03row\x18\x03 \x01(\x0c\x42\n\n\x08_logprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\"\n\rSessionOpened\x12\x11\n\tpage_size\x18\x01 \x01(\r\"\x0f\n\rSessionClosed\"\n\n\x08\x44\x65\x66\x65rred\"s\n\x0bServiceLoad\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\xc5\x03\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\x06\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x17\n\x0fmax_context_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_sessions\x18\t \x01(\r\x12\x11\n\tpage_size\x18\n \x01(\r\x12\x13\n\x0btotal_pages\x18\x0b \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x0c \x01(\r\x12\x19\n\x11max_message_bytes\x18\r \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x11\n\tdevice_id\x18\x0f \x01(\t\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x18\n\x10numeric_contract\x18\x11 \x01(\t\x12\x11\n\ttokenizer\x18\x12 \x01(\t\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x13\n\x0binstance_id\x18\x14 \x01(\tB\x0f\n\r_bos_token_id*d\n\x0c\x44\x65\x63isionRule\x12\x1d\n\x19\x44\x45\x43ISION_RULE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45\x43ISION_RULE_RESIDUAL\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_RULE_COUPLED\x10\x02*V\n\x08\x44\x65\x63ideAt\x12\x19\n\x15\x44\x45\x43IDE_AT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44\x45\x43IDE_AT_TARGET\x10\x01\x12\x19\n\x15\x44\x45\x43IDE_AT_COORDINATOR\x10\x02*\x86\x01\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45NCODING_DENSE_F32\x10\x01\x12\x16\n\x12\x45NCODING_DENSE_F16\x10\x02\x12\x17\n\x13\x45NCODING_SPARSE_F32\x10\x03\x12\x17\n\x13\x45NCODING_SPARSE_F16\x10\x04*p\n\tRowPolicy\x12\x1a\n\x16ROW_POLICY_UNSPECIFIED\x10\x00\x12\x13\n\x0fROW_POLICY_AUTO\x10\x01\x12\x18\n\x14ROW_POLICY_DENSE_F32\x10\x02\x12\x18\n\x14ROW_POLICY_DENSE_F16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.specmesh.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECISIONRULE']._serialized_start=2175
-  _globals['_DECISIONRULE']._serialized_end=2275
-  _globals['_DECIDEAT']._serialized_start=2277
-  _globals['_DECIDEAT']._serialized_end=2363
-  _globals['_ENCODING']._serialized_start=2366
-  _globals['_ENCODING']._serialized_end=2500
-  _globals['_ROWPOLICY']._serialized_start=2502
-  _globals['_ROWPOLICY']._serialized_end=2614
+  _globals['_DECISIONRULE']._serialized_start=2173
+  _globals['_DECISIONRULE']._serialized_end=2273
+  _globals['_DECIDEAT']._serialized_start=2275
+  _globals['_DECIDEAT']._serialized_end=2361
+  _globals['_ENCODING']._serialized_start=2364
+  _globals['_ENCODING']._serialized_end=2498
+  _globals['_ROWPOLICY']._serialized_start=2500
+  _globals['_ROWPOLICY']._serialized_end=2612
   _globals['_TRACECONTEXT']._serialized_start=49
   _globals['_TRACECONTEXT']._serialized_end=104
   _globals['_DISTRIBUTION']._serialized_start=106
@@ -48,31 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=258
   _globals['_SAMPLINGPARAMS']._serialized_end=567
   _globals['_OPENSESSION']._serialized_start=570
-  _globals['_OPENSESSION']._serialized_end=793
-  _globals['_CLOSESESSION']._serialized_start=795
-  _globals['_CLOSESESSION']._serialized_end=809
-  _globals['_PREFIXUPDATE']._serialized_start=812
-  _globals['_PREFIXUPDATE']._serialized_end=942
-  _globals['_BOUNDARIES']._serialized_start=944
-  _globals['_BOUNDARIES']._serialized_end=1018
-  _globals['_STEPTIMING']._serialized_start=1021
-  _globals['_STEPTIMING']._serialized_end=1171
-  _globals['_PAGEDIGEST']._serialized_start=1173
-  _globals['_PAGEDIGEST']._serialized_end=1221
-  _globals['_COMMANDERROR']._serialized_start=1224
-  _globals['_COMMANDERROR']._serialized_end=1380
-  _globals['_TOKENLOGPROBS']._serialized_start=1382
-  _globals['_TOKENLOGPROBS']._serialized_end=1484
-  _globals['_TOKENLOGPROB']._serialized_start=1486
-  _globals['_TOKENLOGPROB']._serialized_end=1535
-  _globals['_SESSIONOPENED']._serialized_start=1537
-  _globals['_SESSIONOPENED']._serialized_end=1571
-  _globals['_SESSIONCLOSED']._serialized_start=1573
-  _globals['_SESSIONCLOSED']._serialized_end=1588
-  _globals['_DEFERRED']._serialized_start=1590
-  _globals['_DEFERRED']._serialized_end=1600
-  _globals['_SERVICELOAD']._serialized_start=1602
-  _globals['_SERVICELOAD']._serialized_end=1717
-  _globals['_MODELINFO']._serialized_start=1720
-  _globals['_MODELINFO']._serialized_end=2173
+  _globals['_OPENSESSION']._serialized_end=791
+  _globals['_CLOSESESSION']._serialized_start=793
+  _globals['_CLOSESESSION']._serialized_end=807
+  _globals['_PREFIXUPDATE']._serialized_start=810
+  _globals['_PREFIXUPDATE']._serialized_end=940
+  _globals['_BOUNDARIES']._serialized_start=942
+  _globals['_BOUNDARIES']._serialized_end=1016
+  _globals['_STEPTIMING']._serialized_start=1019
+  _globals['_STEPTIMING']._serialized_end=1169
+  _globals['_PAGEDIGEST']._serialized_start=1171
+  _globals['_PAGEDIGEST']._serialized_end=1219
+  _globals['_COMMANDERROR']._serialized_start=1222
+  _globals['_COMMANDERROR']._serialized_end=1378
+  _globals['_TOKENLOGPROBS']._serialized_start=1380
+  _globals['_TOKENLOGPROBS']._serialized_end=1482
+  _globals['_TOKENLOGPROB']._serialized_start=1484
+  _globals['_TOKENLOGPROB']._serialized_end=1533
+  _globals['_SESSIONOPENED']._serialized_start=1535
+  _globals['_SESSIONOPENED']._serialized_end=1569
+  _globals['_SESSIONCLOSED']._serialized_start=1571
+  _globals['_SESSIONCLOSED']._serialized_end=1586
+  _globals['_DEFERRED']._serialized_start=1588
+  _globals['_DEFERRED']._serialized_end=1598
+  _globals['_SERVICELOAD']._serialized_start=1600
+  _globals['_SERVICELOAD']._serialized_end=1715
+  _globals['_MODELINFO']._serialized_start=1718
+  _globals['_MODELINFO']._serialized_end=2171
 # @@protoc_insertion_point(module_scope)

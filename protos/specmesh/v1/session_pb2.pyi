@@ -106,22 +106,20 @@ class SamplingParams(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("sampling", "rule", "prompt_len", "max_len", "row_policy", "vocab_hash", "hides_stops")
+    __slots__ = ("sampling", "rule", "prompt_len", "max_len", "row_policy", "vocab_hash")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
     ROW_POLICY_FIELD_NUMBER: _ClassVar[int]
     VOCAB_HASH_FIELD_NUMBER: _ClassVar[int]
-    HIDES_STOPS_FIELD_NUMBER: _ClassVar[int]
     sampling: SamplingParams
     rule: DecisionRule
     prompt_len: int
     max_len: int
     row_policy: RowPolicy
     vocab_hash: int
-    hides_stops: bool
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., rule: _Optional[_Union[DecisionRule, str]] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., row_policy: _Optional[_Union[RowPolicy, str]] = ..., vocab_hash: _Optional[int] = ..., hides_stops: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., rule: _Optional[_Union[DecisionRule, str]] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., row_policy: _Optional[_Union[RowPolicy, str]] = ..., vocab_hash: _Optional[int] = ...) -> None: ...
 
 class CloseSession(_message.Message):
     __slots__ = ()

@@ -104,7 +104,7 @@ class TargetResult(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., opened: _Optional[_Union[_session_pb2.SessionOpened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., closed: _Optional[_Union[_session_pb2.SessionClosed, _Mapping]] = ..., deferred: _Optional[_Union[_session_pb2.Deferred, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.CommandError, _Mapping]] = ..., before: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., after: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., timing: _Optional[_Union[_session_pb2.StepTiming, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("num_accepted", "tokens", "closing", "distributions", "logprobs", "judged", "emitted", "redraw_mismatch")
+    __slots__ = ("num_accepted", "tokens", "closing", "distributions", "logprobs", "judged", "emitted", "redraw_mismatch", "more", "offset")
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,8 @@ class Verdict(_message.Message):
     JUDGED_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     REDRAW_MISMATCH_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     num_accepted: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     closing: Closing
@@ -121,7 +123,9 @@ class Verdict(_message.Message):
     judged: _containers.RepeatedCompositeFieldContainer[JudgedCandidate]
     emitted: _containers.RepeatedCompositeFieldContainer[EmittedToken]
     redraw_mismatch: int
-    def __init__(self, num_accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., closing: _Optional[_Union[Closing, str]] = ..., distributions: _Optional[_Iterable[_Union[_session_pb2.Distribution, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprobs, _Mapping]]] = ..., judged: _Optional[_Iterable[_Union[JudgedCandidate, _Mapping]]] = ..., emitted: _Optional[_Iterable[_Union[EmittedToken, _Mapping]]] = ..., redraw_mismatch: _Optional[int] = ...) -> None: ...
+    more: bool
+    offset: int
+    def __init__(self, num_accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., closing: _Optional[_Union[Closing, str]] = ..., distributions: _Optional[_Iterable[_Union[_session_pb2.Distribution, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprobs, _Mapping]]] = ..., judged: _Optional[_Iterable[_Union[JudgedCandidate, _Mapping]]] = ..., emitted: _Optional[_Iterable[_Union[EmittedToken, _Mapping]]] = ..., redraw_mismatch: _Optional[int] = ..., more: _Optional[bool] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class JudgedCandidate(_message.Message):
     __slots__ = ("target_prob", "draft_prob", "overlap")
