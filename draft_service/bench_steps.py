@@ -43,7 +43,7 @@ def _pack(program: StepProgram) -> None:
 def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="draft_service.bench_steps", description=__doc__)
-    parser.add_argument("--only", default="", help="parts of cases' names, by commas")
+    parser.add_argument("--only", default="", help="ends of cases' names, by commas")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
     parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
     parser.add_argument("--output", type=Path)

@@ -1,9 +1,11 @@
 """Starting a kernel while the one before it still runs (programmatic dependent launch, sm_90).
 
 A kernel launched with `launch_pdl` may start as soon as every program of the one before has let it,
-or has ended. Until `begin` returns it may read only what no kernel of the step writes: weights.
-`begin` waits until the kernel before is complete with all its writes; since that one waited in the
-same way before it ended, so is everything earlier. Must not know what the kernels do.
+or has ended. Until `begin` returns it may read only what no kernel of the step writes: weights; or
+what an ordinary launch, which starts when all before it has ended, separates from its writer:
+lengths and tables of sequences, behind which the embedding is looked up. `begin` waits until the
+kernel before is complete with all its writes; since that one waited in the same way before it
+ended, so is everything earlier. Must not know what the kernels do.
 """
 
 from __future__ import annotations

@@ -170,18 +170,18 @@ def _paged_kernel(  # noqa: C901 - options are compile-time branches
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2) // num_row_tiles
-    if AHEAD:  # lengths may be a pass old here: of no consequence to what is read
-        _ask_for(
-            k_pool + kv_head.to(tl.int64) * stride_kh, v_pool + kv_head.to(tl.int64) * stride_vh,
-            block_tables + seq.to(tl.int64) * stride_table, split * SPLIT,
-            tl.load(context_lens + seq), stride_kp, stride_kt, stride_vp, stride_vt,
-            PAGE, HEAD_DIM, TILE, AHEAD,
-        )  # fmt: skip
-    begin_step(EARLY)
-    first_row = (tl.program_id(2) % num_row_tiles) * ROWS
+    # An ordinary launch lies between whoever writes lengths and tables and this one.
     q_start = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
     context_len = tl.load(context_lens + seq)
+    if AHEAD:
+        _ask_for(
+            k_pool + kv_head.to(tl.int64) * stride_kh, v_pool + kv_head.to(tl.int64) * stride_vh,
+            block_tables + seq.to(tl.int64) * stride_table, split * SPLIT, context_len,
+            stride_kp, stride_kt, stride_vp, stride_vt, PAGE, HEAD_DIM, TILE, AHEAD,
+        )  # fmt: skip
+    begin_step(EARLY)
+    first_row = (tl.program_id(2) % num_row_tiles) * ROWS
     if first_row >= q_len * GROUP:
         return
     rows = first_row + tl.arange(0, ROWS)

@@ -91,13 +91,13 @@ def _fold_kernel(
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, LEAF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, sequences x row blocks): fold the partial states of ROWS rows."""
-    begin_step(EARLY)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1) // num_row_blocks
     first_row = (tl.program_id(1) % num_row_blocks) * ROWS
     q_start = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
     context_len = tl.load(context_lens + seq)
+    begin_step(EARLY)
     if first_row >= q_len * GROUP:
         return
     rows = first_row + tl.arange(0, ROWS)

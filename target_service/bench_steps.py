@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="target_service.bench_steps", description=__doc__)
     parser.add_argument("--model", choices=sorted(steps.CONFIGS), default="8b")
-    parser.add_argument("--only", default="", help="parts of cases' names, by commas")
+    parser.add_argument("--only", default="", help="ends of cases' names, by commas")
     parser.add_argument("--library", action="store_true", help="cuBLAS: no invariance")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
     parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,8 @@ class StepCase:
 
 
 def is_wanted(case: StepCase, only: str) -> bool:
-    """Whether a case's name holds one of the parts that `only` lists; an empty list wants all."""
-    return any(part in case.name for part in only.split(","))
+    """Whether a case's name ends in one of the ends that `only` lists; an empty list wants all."""
+    return any(case.name.endswith(end) for end in only.split(","))
 
 
 def device_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> Measured:
@@ -275,25 +276,35 @@ def transformers_model(model: str, device: torch.device) -> Any:
         return make_model(config).to(torch.bfloat16).eval()
 
 
-def transformers_steps(
-    model: str, cases: Sequence[tuple[int, int]], context: int, device: torch.device
-) -> Iterator[tuple[tuple[int, int], Measured]]:
-    """transformers' Llama with compiled layers in a CUDA graph: (batch, rows) -> device time.
+@contextmanager
+def layers_compiled(baseline: Any, num_shapes: int, backend: Any = "inductor") -> Iterator[None]:
+    """Compile every layer of transformers' model at every one of num_shapes shapes it is run at.
 
-    Logits of every row, random weights of the same shape, a static cache. A layer's index is a
-    constant to the compiler, so every layer is compiled at every shape: with the usual limit of
-    eight the others would run uncompiled, without a word.
+    A layer's index is a constant to the compiler, which gives up after eight versions of a layer
+    and runs the others uncompiled, without a word: here the limit is all of them, and past it an
+    error.
     """
-    baseline = transformers_model(model, device)
     for layer in baseline.model.layers:
-        layer.compile(dynamic=False)
-    limit = len(baseline.model.layers) * len(cases)
+        layer.compile(dynamic=False, backend=backend)
+    limit = len(baseline.model.layers) * num_shapes
     limits: Any = torch._dynamo.config
     with limits.patch(
         recompile_limit=limit,
         accumulated_recompile_limit=8 * limit,
         fail_on_recompile_limit_hit=True,
     ):
+        yield
+
+
+def transformers_steps(
+    model: str, cases: Sequence[tuple[int, int]], context: int, device: torch.device
+) -> Iterator[tuple[tuple[int, int], Measured]]:
+    """transformers' Llama with compiled layers in a CUDA graph: (batch, rows) -> device time.
+
+    Logits of every row, random weights of the same shape, a static cache.
+    """
+    baseline = transformers_model(model, device)
+    with layers_compiled(baseline, len(cases)):
         for batch, rows in cases:
             step = transformers_step(baseline, batch, rows, context, device)
             with torch.inference_mode():
