@@ -26,9 +26,13 @@ _RESPONSES = {
 }
 
 
-def fingerprint(world: World, events: Sequence[tuple[str, object]]) -> str:
-    """Everything that what happens next depends on. events: host and content of each on its way."""
-    parts: list[object] = [[(host, _told(told)) for host, told in events]]
+def fingerprint(world: World, channels: Sequence[Sequence[tuple[str, object]]]) -> str:
+    """Everything that what happens next depends on.
+
+    channels: host and content of each event on its way, those of one channel in order. Between
+    channels nothing keeps an order, so none is told.
+    """
+    parts: list[object] = [_channels(channels)]
     for coordinator in world.coordinators:
         parts += _coordinator(coordinator)
     for host in world.services:
@@ -38,6 +42,10 @@ def fingerprint(world: World, events: Sequence[tuple[str, object]]) -> str:
         parts.append((received.tokens, received.num_attempts, received.finished is None))
     parts += [_tasks(world.loop), _timers(world.loop)]
     return repr(parts)
+
+
+def _channels(channels: Sequence[Sequence[tuple[str, object]]]) -> list[str]:
+    return sorted(repr([(host, _told(told)) for host, told in channel]) for channel in channels)
 
 
 def _told(told: Any) -> object:

@@ -8,7 +8,7 @@ from protos.specmesh.v1 import session_pb2, target_pb2
 from tests.sim.bugs import resume_from_nothing
 from tests.sim.caller import RULES
 from tests.sim.explore import explore, small_run
-from tests.sim.states import _told
+from tests.sim.states import _channels, _told
 
 FAULTS = {"target0", "draft0", "coordinator0", "caller", "deadline target", "deadline draft"}
 
@@ -57,3 +57,12 @@ def test_states_differ_by_content_and_not_by_measured_times() -> None:
     assert _told((way, answer(1, 5))) != _told((way, answer(2, 5)))
     assert _told((way, answer(1, 5))) != _told((("target1", "coordinator0"), answer(1, 5)))
     assert _told((way[::-1], answer(1, 5))) != _told((way[::-1], answer(1, 6)))
+
+
+def test_states_keep_the_order_within_a_channel_and_no_other() -> None:
+    """Which channel was used first has no future; what stands first in a channel has."""
+    first, second, third = (("target0", name) for name in ("one", "two", "three"))
+    told = [_channels([[first, second], [third]]), _channels([[third], [first, second]])]
+    assert told[0] == told[1]
+    assert _channels([[second, first], [third]]) != told[0]
+    assert _channels([[first], [second, third]]) != told[0]
