@@ -1,8 +1,8 @@
 """The Ray actor that is a coordinator replica: a thin shell around `CoordinatorReplica`.
 
-Owns nothing but the translation of Ray Serve's life cycle into start, health and drain, and the
-thread of the replica's event loop (Serve's own loop is asyncio's). Serve calls the constructor, the
-health check every few seconds, and the destructor when the replica is to go.
+Owns nothing but the translation of Ray Serve's life cycle into start, health and drain. Serve calls
+the constructor on the actor's event loop (its own too, see `RAY_ENVIRONMENT`; not the main thread, so
+no signals there), the health check every few seconds, and the destructor when the replica is to go.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ray import serve
 
@@ -20,10 +19,7 @@ from coordinator.app import DEPLOYMENT, EXTRA_DRAIN_S, SLOT
 from coordinator.replica import CoordinatorReplica
 from specmesh.config import CoordinatorSettings
 from specmesh.errors import NotReady
-from specmesh.event_loop import LoopThread
 from specmesh.logs import configure_logging
-
-T = TypeVar("T")
 
 DRAIN_FILE_PERIOD_S = 0.25  # how soon a replica notices that it is to drain
 
@@ -35,33 +31,22 @@ class CoordinatorActor:
         settings = CoordinatorSettings.model_validate_json(settings_json)
         instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
         configure_logging("coordinator", instance_id, settings.telemetry.log_level)
-        self._thread = LoopThread("coordinator")
+        self._replica = CoordinatorReplica(settings)
+        await self._replica.start()
         self._watch: asyncio.Task[None] | None = None
-        try:
-            self._replica = await self._there(_started(settings))
-        except BaseException:
-            self._thread.close()
-            raise
         if settings.ray.drain_file is not None:
             self._watch = asyncio.create_task(self._drain_on(settings.ray.drain_file))
-
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the replica's loop."""
-        return await asyncio.wrap_future(self._thread.submit(work))
 
     async def _drain_on(self, file: Path) -> None:
         """Drain once the file is there, then remove it. The pod is going: the actor just stays."""
         while not file.exists():
             await asyncio.sleep(DRAIN_FILE_PERIOD_S)
-        await self._there(self._replica.drain())
+        await self._replica.drain()
         file.unlink(missing_ok=True)
 
     async def check_health(self) -> None:
-        """Serve replaces a replica whose check raises, or whose loop does not get to it in time.
-
-        Missing targets are no reason to.
-        """
-        if not await self._there(_port_of(self._replica)):
+        """Serve replaces a replica whose check raises. Missing targets are no reason to."""
+        if not self._replica.port:
             raise NotReady("the coordinator does not listen")
 
     async def port(self) -> int:
@@ -70,20 +55,7 @@ class CoordinatorActor:
 
     async def __del__(self) -> None:
         """Drain: running streams go on to their end, or to the end of the grace."""
-        if self._thread.is_closed:  # the constructor failed
-            return
-        await self._there(self._replica.drain())
-        await asyncio.to_thread(self._thread.close)
-
-
-async def _started(settings: CoordinatorSettings) -> CoordinatorReplica:
-    replica = CoordinatorReplica(settings)
-    await replica.start()
-    return replica
-
-
-async def _port_of(replica: CoordinatorReplica) -> int:
-    return replica.port
+        await self._replica.drain()
 
 
 def bind_deployment(settings: CoordinatorSettings) -> Any:
