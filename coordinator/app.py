@@ -34,8 +34,8 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
     # Ray gives its workers the lowest priority but four: beside a busy engine a round would wait.
     "RAY_worker_niceness": "0",
-    # One loop for Serve and the replica, and uvloop's: the loops of a process that use grpc.aio share
-    # one completion queue, so with two of them each event wakes both and may change threads.
+    # One loop for Serve and the replica, and uvloop's: all loops that use grpc.aio share one
+    # completion queue, so with two of them each event wakes both and may change threads.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 EXTRA_DRAIN_S = 10.0  # beyond the grace, for streams and exporters to close

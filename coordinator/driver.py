@@ -116,7 +116,13 @@ class Driver:
         self._session = session
         self._wire = wire
         self._fleet = fleet
-        self._settings = settings
+        self._deadlines_s = {
+            Timer.VERIFY: settings.target_deadline_s,
+            Timer.PROPOSE: settings.draft_deadline_s,
+            Timer.FILL: settings.draft_deadline_s,
+            Timer.LATE: LATE_FACTOR * settings.draft_deadline_s,
+            Timer.DEFERRED: max(settings.target_deadline_s, settings.draft_deadline_s),
+        }
         self._recorder = recorder
         self._sink = sink
         self._executor = executor
@@ -286,15 +292,7 @@ class Driver:
 
     def _start_timer(self, action: StartTimer) -> None:
         self._stop_timer(action)
-        settings = self._settings
-        base_s = {
-            Timer.VERIFY: settings.target_deadline_s,
-            Timer.PROPOSE: settings.draft_deadline_s,
-            Timer.FILL: settings.draft_deadline_s,
-            Timer.LATE: LATE_FACTOR * settings.draft_deadline_s,
-            Timer.DEFERRED: max(settings.target_deadline_s, settings.draft_deadline_s),
-        }[action.timer]
-        delay_s = base_s + TOKEN_ALLOWANCE_S * action.num_tokens
+        delay_s = self._deadlines_s[action.timer] + TOKEN_ALLOWANCE_S * action.num_tokens
         fired = TimerFired(action.side, action.epoch, action.round)
         self._timers[action.side] = self._loop.call_later(delay_s, self.handle, fired)
 
