@@ -48,6 +48,11 @@ Row = Any  # Tensor [vocab_size], `SparseRow`, or a numpy object array of Fracti
 Number = Any
 
 
+def _largest(values: Tensor) -> float:
+    """The largest value, NaN where there is one. A pass of numpy is half the price of torch's."""
+    return float(values.numpy().max())
+
+
 def lowest_argmax(values: Tensor) -> int:
     """Index of the largest value of a 1-d tensor, the lowest on ties (torch leaves it open)."""
     return int((values == values.max()).nonzero()[0, 0])
@@ -111,26 +116,27 @@ def shape(
     Ids >= vocab_size (padding) and suppressed ids have weight 0. x survives top-k iff fewer than
     top_k logits exceed it, and top-p iff the mass strictly above it is < top_p of the survivors':
     ties at a threshold are all kept, so no rule depends on a sort order. At temperature 0 the row
-    is one-hot at the argmax, lowest id on ties. Keeps the dtype of `logits`.
+    is one-hot at the argmax, lowest id on ties. Keeps the dtype of `logits`, one that numpy has.
     Raises FloatingPointError when a logit of a real id is NaN or +inf, or none is finite.
     """
     scores = logits
     if vocab_size < logits.numel() or suppressed:
         scores = logits.clone()
         scores[vocab_size:] = -torch.inf
-    top = float(scores.max())  # NaN propagates through max
+    top = _largest(scores)
     if not math.isfinite(top):
         raise FloatingPointError(f"logits have no finite maximum (it is {top})")
     if suppressed:
         scores[torch.as_tensor(suppressed, dtype=torch.int64)] = -torch.inf
-        top = float(scores.max())
+        top = _largest(scores)
         if not math.isfinite(top):
             raise FloatingPointError("every token id with a finite logit is suppressed")
     if shaping.temperature == 0.0:
         greedy = torch.zeros_like(scores)
         greedy[lowest_argmax(scores)] = 1.0
         return greedy
-    weights = scores - top
+    values = scores.numpy()
+    weights = torch.from_numpy(values - values.dtype.type(top))
     if shaping.temperature != 1.0:  # dividing by 1 changes no bit
         weights.div_(shaping.temperature)
     weights.exp_()
@@ -172,43 +178,30 @@ def truncate(weights: Tensor, dropped_mass: float, max_ids: int) -> tuple[Tensor
     ascending, weights at those ids, mass really dropped).
     """
     row = weights.numpy()
-    row_total = float(weights.sum(dtype=torch.float64))
-    least = max(dropped_mass * row_total / row.size, math.ulp(0.0))  # as in `_heavy_ids`
-    ids = _heaviest(row, max_ids, least)
+    row_total = float(row.sum(dtype=np.float64))
+    ids = _heaviest(row, max_ids, dropped_mass * row_total / row.size)  # as in `_heavy_ids`
     kept = row[ids]
-    if ids.size > max_ids:  # selecting is cheaper than sorting the thousands of a flat row
-        cut = np.partition(kept, -max_ids)[-max_ids]
-        ids, kept = _drop_lightest(ids, kept, cut, ids.size - max_ids)
-    mass = float(torch.from_numpy(kept).sum(dtype=torch.float64))
+    largest = np.sort(kept)[::-1][:max_ids]
+    mass_through = largest.cumsum(dtype=np.float64)
     needed = (1.0 - dropped_mass) * row_total
-    if mass >= needed:
-        largest = np.sort(kept)[::-1]
-        mass_through = largest.cumsum(dtype=np.float64)
-        num_kept = min(int(mass_through.searchsorted(needed)) + 1, kept.size)
-        ids, kept = _drop_lightest(ids, kept, largest[num_kept - 1], kept.size - num_kept)
-        mass = float(mass_through[num_kept - 1])
-    dropped = max(0.0, 1.0 - mass / row_total)
+    num_kept = min(int(mass_through.searchsorted(needed)) + 1, largest.size)
+    ids, kept = _drop_lightest(ids, kept, largest[num_kept - 1], ids.size - num_kept)
+    dropped = max(0.0, 1.0 - float(mass_through[num_kept - 1]) / row_total)
     return torch.from_numpy(ids), torch.from_numpy(kept), dropped
 
 
-_SAMPLE_STRIDE = 64  # a few per mille of the row: its cache lines are not all read for it
-
-
 def _heaviest(row: np.ndarray, num_ids: int, least: float) -> np.ndarray:
-    """Ids (int64, ascending) of weight >= least, or enough of them: the num_ids heaviest are there.
+    """Ids (int64, ascending) of weight >= least, or enough: the num_ids heaviest are there.
 
-    A sample of the row guesses a threshold that about twice as many reach; where fewer than num_ids
-    do, the guess is dropped. So a flat row costs one pass, and a selection from the guess's size.
+    Of 2 num_ids groups of ids, num_ids have a largest weight that reaches a threshold, so as many
+    ids do, and not many more: one pass finds it, and what is selected from stays small.
     """
-    rank = 2 * num_ids // _SAMPLE_STRIDE
-    if rank and row.size > 4 * num_ids:
-        sample = row[::_SAMPLE_STRIDE]
-        guess = np.partition(sample, -rank)[-rank]
-        if guess > least:
-            ids = np.flatnonzero(row >= guess)
-            if ids.size >= num_ids:
-                return ids
-    return np.flatnonzero(row >= least)
+    num_each = row.size // (2 * num_ids)
+    if num_each > 1:
+        groups = row[: num_each * 2 * num_ids].reshape(num_each, -1).max(axis=0)
+        groups.sort()
+        least = max(least, groups[-num_ids])
+    return (row >= least if least > 0 else row > 0).nonzero()[0]
 
 
 def _drop_lightest(
@@ -217,10 +210,11 @@ def _drop_lightest(
     """Drop num_dropped entries: those below `least`, then the highest ids that equal it."""
     if not num_dropped:
         return ids, weights
-    stays = weights >= least
-    surplus = num_dropped - (ids.size - np.count_nonzero(stays))
-    if surplus:
-        stays[np.flatnonzero(weights == least)[-surplus:]] = False
+    stays = (weights >= least).nonzero()[0]
+    num_kept = ids.size - num_dropped
+    if stays.size > num_kept:
+        tied = (weights[stays] == least).nonzero()[0]
+        stays = np.delete(stays, tied[num_kept - stays.size :])
     return ids[stays], weights[stays]
 
 
@@ -231,24 +225,30 @@ class SparseRow:
     ids: Tensor
     weights: Tensor
 
-    def __getitem__(self, token_id: int) -> Tensor:
-        """Weight of one token id, a scalar tensor; 0 outside the support."""
+    def __getitem__(self, token_id: int) -> float:
+        """Weight of one token id; 0 outside the support."""
         ids = self.ids.numpy()
         index = int(ids.searchsorted(token_id))
-        if index < ids.size and ids[index] == token_id:
-            return self.weights[index]
-        return torch.zeros((), dtype=self.weights.dtype)
+        found = index < ids.size and ids[index] == token_id
+        return float(self.weights.numpy()[index]) if found else 0.0
+
+
+def weight(row: Row, token_id: int) -> Number:
+    """A row's weight of one token id: a float for tensors, as it is for other types."""
+    return float(row.numpy()[token_id]) if isinstance(row, Tensor) else row[token_id]
 
 
 def total(row: Row) -> Number:
-    """Sum of a row's weights in ascending id order: float64 for tensors, exact for other types.
+    """Sum of a row's weights in ascending id order: in float64 for tensors, exact for other types.
 
     Sequential (cumsum) rather than pairwise: adding zeros changes nothing, so a sparse and a dense
     encoding of one row have the same total, bit for bit, on both sides of the wire.
     """
     if isinstance(row, SparseRow):
         row = row.weights
-    return exact(row).cumsum(0)[-1] if isinstance(row, Tensor) else sum(row)
+    if isinstance(row, Tensor):
+        return float(row.cumsum(0, dtype=torch.float64)[-1])
+    return sum(row)
 
 
 def exact(row: Row) -> Row:
@@ -259,11 +259,18 @@ def exact(row: Row) -> Row:
 def residual(p: Row, q: Row, p_total: Number, q_total: Number) -> Row:
     """[p Q - q P]+ with P = sum(p), Q = sum(q): the residual's weights, nothing divided."""
     if isinstance(q, SparseRow):  # the same bits: off the support p Q - 0 P is p Q
-        surplus = exact(p) * q_total
-        on_support = surplus[q.ids] - exact(q.weights) * p_total
-        return surplus.index_copy_(0, q.ids, on_support.clamp_(min=0.0))
+        surplus, ids = p.numpy().astype(np.float64), q.ids.numpy()
+        surplus *= q_total
+        on_support = surplus[ids] - q.weights.numpy().astype(np.float64) * p_total
+        surplus[ids] = np.maximum(on_support, 0.0, out=on_support)
+        return torch.from_numpy(surplus)
     surplus = exact(p) * q_total - exact(q) * p_total
     return surplus * (surplus > 0)
+
+
+def is_zero(row: Row) -> bool:
+    """Whether no weight of a row is positive."""
+    return not (_largest(row) if isinstance(row, Tensor) else row.max()) > 0
 
 
 # ---------------------------------------------------------------- accept, residual, bonus
@@ -327,12 +334,12 @@ def decide(
     for index, candidate in enumerate(candidates):
         p, q = target_rows[index], draft_rows[index]
         p_total, q_total = total(p), total(q)
-        draft_mass, target_mass = q[candidate] * p_total, p[candidate] * q_total
+        draft_mass = weight(q, candidate) * p_total
+        target_mass = weight(p, candidate) * q_total
         accepted = yield Coin(index, draft_mass, target_mass, p_total, q_total)
         if not accepted:
             surplus = residual(p, q, p_total, q_total)
-            weights = surplus if bool((surplus > 0).any()) else p
-            recovered = yield Draw(index, Purpose.RESIDUAL, weights)
+            recovered = yield Draw(index, Purpose.RESIDUAL, p if is_zero(surplus) else surplus)
             return Decision(index, (*candidates[:index], recovered), Purpose.RESIDUAL)
         if candidate in stop_ids:
             return Decision(index + 1, tuple(candidates[: index + 1]), None)

@@ -2,7 +2,7 @@
 
 `kernels/reference.py` is where other code finds these. Streams and counter layout:
 `kernels/streams.py`. A CPU device draws with this code in production, so it is written for few
-passes; tests hold it to the plain definitions, bit for bit.
+passes over few bytes; tests hold it to the plain definitions, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,102 +37,72 @@ def philox_words(seed: int, word0: Tensor, position: int, base_len: int, purpose
 
     word0: int64 [n], each in [0, 2**32). Returns int64 [n, 4] holding unsigned 32-bit words.
     """
-    return torch.from_numpy(_philox_calls(seed, word0.numpy(), position, base_len, purpose))
+    calls = _philox_calls(seed, word0.numpy(), position, base_len, purpose)
+    return torch.from_numpy(_words_in_order(calls).astype(np.int64).reshape(-1, 4))
 
 
 def _philox_calls(
-    seed: int,
-    word0: np.ndarray,
-    position: int | np.ndarray,
-    base_len: int,
-    purpose: int,
-    dtype: Any = np.int64,
+    seed: int, word0: np.ndarray, position: int | np.ndarray, base_len: int, purpose: int
 ) -> np.ndarray:
-    """Words [n, 4] of the calls word0 [n], as int64 or rounded to float32.
+    """Calls word0, int64 [n], uint64 [2, n]: words (0, 1) in one, (2, 3) in the other, first high.
 
     position: one for all calls, or one each. In numpy, in place: torch has no full uint64
     arithmetic, and this is the hot loop of a draw on a CPU.
     """
-    words = np.empty((word0.size, 4), dtype)
+    state = np.empty((2, word0.size), np.uint64)
     if word0.size <= 4:  # a few calls are cheaper one by one
         places = np.broadcast_to(position, word0.shape).tolist()
         for index, (word, place) in enumerate(zip(word0.tolist(), places, strict=True)):
-            words[index] = philox(seed, (word, place, base_len, int(purpose)))
-        return words
-    # Products in 64 bits, read as 32-bit halves where that saves passes: a call costs about a
-    # microsecond, which is what short arrays are made of.
-    even = np.empty((2, word0.size), np.uint64)  # counter words (0, 2); (1, 3) are `odd`
-    even[0], even[1] = word0, base_len
-    if word0.size > _SHORT:
-        odd = np.empty_like(even)
-        odd[0], odd[1] = position, int(purpose)
-        _long_rounds(seed, even, odd)
-    else:
-        start = np.empty((2, word0.size), np.uint32)
-        start[0], start[1] = position, int(purpose)
-        odd = _short_rounds(seed, even, start)
-    # Signed, for the conversion to float32; the values are the same.
-    words[:, 0::2] = even.view(np.int64).T
-    words[:, 1::2] = (odd.view(np.int64) if odd.itemsize == 8 else odd).T
-    return words
-
-
-def _long_rounds(seed: int, even: np.ndarray, odd: np.ndarray) -> None:
-    """All rounds over uint64 [2, n], in place: contiguous passes, for memory bandwidth."""
-    product = np.empty_like(even)
-    crossed = product[::-1]  # each half takes the other half's product
-    for key in _round_keys(seed):
-        np.multiply(even, _MULTIPLIERS, product)
-        np.right_shift(crossed, _WORD_BITS, even)
-        np.bitwise_xor(even, odd, even)
-        np.bitwise_xor(even, key, even)
-        np.bitwise_and(crossed, _WORD, odd)
-
-
-def _short_rounds(seed: int, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
-    """All rounds over even, uint64 [2, n], in place, and odd, uint32 [2, n]; the last odd words.
-
-    Three passes a round in place of five: halves of a product are views of it.
-    """
-    low_even = even.view(_HALF_TYPE)[:, _LOW::2]
-    products = [np.empty_like(even), np.empty_like(even)]
-    halves = [product.view(_HALF_TYPE)[::-1] for product in products]
-    lows, highs = [half[:, _LOW::2] for half in halves], [half[:, 1 - _LOW :: 2] for half in halves]
-    for index, key in enumerate(_short_round_keys(seed)):
-        turn = index & 1
-        np.multiply(even, _MULTIPLIERS, products[turn])
-        np.bitwise_xor(highs[turn], odd, low_even)
-        np.bitwise_xor(low_even, key, low_even)
-        odd = lows[turn]
-    return odd
+            w0, w1, w2, w3 = philox(seed, (word, place, base_len, int(purpose)))
+            state[:, index] = (w0 << 32 | w1, w2 << 32 | w3)
+        return state
+    # Packed in pairs, a round is (c0, c1) <- M1 c2 ^ (c1 ^ k0, 0) and (c2, c3) <- M0 c0 ^ (c3 ^ k1,
+    # 0). All but word 0, and the position perhaps, is one number in the first of them.
+    first, *others = _round_keys(seed)
+    product = np.empty_like(state)
+    np.left_shift(np.asarray(position, np.uint64), _WORD_BITS, out=state[0])
+    np.multiply(word0.view(np.uint64), _MULTIPLIERS[0], out=state[1])
+    state[0] ^= np.uint64(MULTIPLIER_1 * base_len) ^ first[0]
+    state[1] ^= np.uint64(int(purpose) << 32) ^ first[1]
+    for key in others:
+        np.right_shift(state, _WORD_BITS, product)
+        np.multiply(product, _MULTIPLIERS, product)
+        np.left_shift(state, _WORD_BITS, state)
+        np.bitwise_xor(state, product[::-1], state)  # each pair takes the other pair's product
+        np.bitwise_xor(state, key, state)
+    return state
 
 
 _MULTIPLIERS = np.array([[MULTIPLIER_0], [MULTIPLIER_1]], dtype=np.uint64)
-_WORD, _WORD_BITS = np.uint64(WORD_MASK), np.uint64(32)
-_HALF_TYPE = np.dtype(np.uint32)
-_LOW = 0 if sys.byteorder == "little" else 1  # where a 64-bit word keeps its low half
-_SHORT = 3000  # calls; beyond, three strided passes take longer than five contiguous ones
+_WORD_BITS = np.uint64(32)
 
 
 @functools.lru_cache(maxsize=256)
-def _round_keys(seed: int) -> np.ndarray:
-    """The key of every round, uint64 [NUM_ROUNDS, 2, 1]."""
+def _round_keys(seed: int) -> list[np.ndarray]:
+    """The key of every round, uint64 [2, 1] each, where the words 0 and 2 are."""
     steps = np.arange(NUM_ROUNDS, dtype=np.uint64)
-    low = (np.uint64(seed & WORD_MASK) + steps * np.uint64(WEYL_0)) & _WORD
-    high = (np.uint64(seed >> 32) + steps * np.uint64(WEYL_1)) & _WORD
-    return np.stack((low, high), axis=-1)[:, :, None]
+    low = np.uint64(seed & WORD_MASK) + steps * np.uint64(WEYL_0)
+    high = np.uint64(seed >> 32) + steps * np.uint64(WEYL_1)
+    return list(np.stack((low, high), axis=-1)[:, :, None] << _WORD_BITS)
 
 
-@functools.lru_cache(maxsize=256)
-def _short_round_keys(seed: int) -> list[np.ndarray]:
-    return list(_round_keys(seed).astype(np.uint32))
+# Calls read as 32-bit words, [2, n, 2]: word w of call c is at (w >> 1, c, w & 1 ^ _FLIPPED).
+_FLIPPED = 1 if sys.byteorder == "little" else 0
 
 
-def _uniform_calls(
-    seed: int, word0: np.ndarray, position: int | np.ndarray, base_len: int, purpose: int
-) -> np.ndarray:
-    """Uniforms float32 [n, 4] of the calls word0 [n]."""
-    return _scale(_philox_calls(seed, word0, position, base_len, purpose, np.float32))
+def _words_in_order(calls: np.ndarray) -> np.ndarray:
+    """Words uint32 [4 n] of calls [2, n], call by call."""
+    pairs = calls.T.copy().view(np.uint32).reshape(-1, 2)
+    return (pairs[:, ::-1] if _FLIPPED else pairs).reshape(-1)
+
+
+def _pick_words(calls: np.ndarray, indices: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Words uint32 [n] of token ids, int64 [n]; indices: which of the calls serves each."""
+    far = 2 * calls.shape[1]
+    places = np.array((0, 1, far, far + 1)).take(ids & 3 ^ _FLIPPED)
+    places += indices
+    places += indices
+    return calls.view(np.uint32).reshape(-1).take(places)
 
 
 def uniform(words: Tensor) -> Tensor:
@@ -140,16 +110,14 @@ def uniform(words: Tensor) -> Tensor:
 
     Never 0, never 1, fine near 0 where rare events live; the same bits on every IEEE device.
     """
-    return torch.from_numpy(_scale(words.numpy().astype(np.float32)))
+    return torch.from_numpy(_uniforms(words.numpy()))
 
 
-def _scale(words: np.ndarray) -> np.ndarray:
-    """Words, rounded to float32, to uniforms; in place."""
-    words *= np.float32(UNIFORM_SCALE)
-    words += np.float32(UNIFORM_SHIFT)
-    if words.max() > UNIFORM_MAX:  # one array in hundreds: cheaper to look than to clamp
-        np.minimum(words, np.float32(UNIFORM_MAX), out=words)
-    return words
+def _uniforms(words: np.ndarray) -> np.ndarray:
+    uniforms = words.astype(np.float32)
+    uniforms *= np.float32(UNIFORM_SCALE)
+    uniforms += np.float32(UNIFORM_SHIFT)
+    return np.minimum(uniforms, np.float32(UNIFORM_MAX), out=uniforms)
 
 
 def coin(seed: int, position: int, base_len: int) -> float:
@@ -164,29 +132,32 @@ def race_uniforms(seed: int, ids: Tensor, position: int, base_len: int, purpose:
 
     Keyed by token id: the uniform of an id does not depend on which other ids run.
     """
-    return torch.from_numpy(_race_uniforms(seed, ids.numpy(), position, base_len, purpose))
+    words = _race_words(seed, ids.numpy(), position, base_len, purpose)
+    return torch.from_numpy(_uniforms(words))
 
 
-def _race_uniforms(
+def _race_words(
     seed: int, ids: np.ndarray, position: int | np.ndarray, base_len: int, purpose: int
 ) -> np.ndarray:
+    """One word per token id (int64 [n], ascending for one position), uint32 [n]."""
     if isinstance(position, int):
         first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
         if last - first < ids.size:  # one call per four ids of the span
-            calls = np.arange(first, last + 1)
-            uniforms = _uniform_calls(seed, calls, position, base_len, purpose).reshape(-1)
-            start = int(ids[0]) - 4 * first
-            if int(ids[-1]) - int(ids[0]) + 1 == ids.size:  # every id of the span runs
-                return uniforms[start : start + ids.size]
-            return uniforms[ids - 4 * first]
-    uniforms = _uniform_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
-    return uniforms[_all_ids(ids.size), ids & 3]
+            span = np.arange(first, last + 1)
+            calls = _philox_calls(seed, span, position, base_len, purpose)
+            return _words_in_order(calls).take(ids - 4 * first)
+    calls = _philox_calls(seed, ids >> 2, position, base_len, purpose)  # one call per id
+    return _pick_words(calls, _all_ids(ids.size), ids)
 
 
 def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
     """Exponential race times E = -log1p(-u) of token ids (int64 [n], ascending), float64 [n]."""
-    uniforms = _race_uniforms(seed, ids.numpy(), position, base_len, purpose)
-    return torch.from_numpy(-np.log1p(-uniforms.astype(np.float64)))
+    words = _race_words(seed, ids.numpy(), position, base_len, purpose)
+    return torch.from_numpy(_exponentials(words))
+
+
+def _exponentials(words: np.ndarray) -> np.ndarray:
+    return -np.log1p(-_uniforms(words).astype(np.float64))
 
 
 def race(
@@ -205,16 +176,19 @@ def race(
     Raises ValueError when no weight is positive.
     """
     running = weights.numpy()
-    token_ids = _all_ids(running.size) if ids is None else ids.numpy()
-    may_win = running > 0
-    num_running = np.count_nonzero(may_win)
-    if num_running == 0:
-        raise ValueError("a race needs at least one positive weight")
-    # Picking the runners out costs more than a noise call for each id of the rest, unless few run.
-    if num_running < running.size and (ids is not None or 4 * num_running < running.size):
-        running, token_ids = running[may_win], token_ids[may_win]
-    uniforms = _race_uniforms(seed, token_ids, position, base_len, purpose)
-    return int(token_ids[_winner(running, uniforms)])
+    if ids is not None:
+        token_ids = ids.numpy()
+    else:
+        may_win = running > 0
+        # Picking the runners out costs more than a noise call for each four ids, unless few run.
+        if 4 * np.count_nonzero(may_win) >= running.size > 0:
+            return _first_of_row(running, (seed, position, base_len, purpose))
+        token_ids = may_win.nonzero()[0]
+        running = running[token_ids]
+    if not token_ids.size:
+        raise ValueError(_NOBODY_RUNS)
+    words = _race_words(seed, token_ids, position, base_len, purpose)
+    return int(token_ids[_winner(running, words)])
 
 
 def races(
@@ -232,14 +206,12 @@ def races(
         return []
     sizes = [ids.numel() for _, ids in rows]
     token_ids = np.concatenate([ids.numpy() for _, ids in rows])
-    places = np.repeat(np.array(positions, np.int64), sizes)
-    uniforms = _race_uniforms(seed, token_ids, places, base_len, purpose)
+    places = np.repeat(np.array(positions, np.uint64), sizes)
+    words = _race_words(seed, token_ids, places, base_len, purpose)
     drawn, start = [], 0
-    for (weights, ids), size in zip(rows, sizes, strict=True):
-        running = weights.numpy()
-        if not running.any():
-            raise ValueError("a race needs at least one positive weight")
-        drawn.append(int(ids[_winner(running, uniforms[start : start + size])]))
+    for (weights, _), size in zip(rows, sizes, strict=True):
+        winner = _winner(weights.numpy(), words[start : start + size])
+        drawn.append(int(token_ids[start + winner]))
         start += size
     return drawn
 
@@ -251,30 +223,72 @@ def _all_ids(vocab_size: int) -> np.ndarray:
     return ids
 
 
+_NOBODY_RUNS = "a race needs at least one positive weight"
+
 # Bounds are screened in float32: each operand and the quotient are off by 2**-24 at most.
 _SCREEN_SLACK = 1.0 + 2.0**-20
 _SCREEN_LIMIT = 1e24  # of a finishing time or its inverse: float32 holds the weights that matter
+_NUM_WORDS = 2.0**32  # word r gives the uniform (float32(r) + 1/2) / _NUM_WORDS, 1 - 2**-24 at most
 
 
-def _winner(weights: np.ndarray, uniforms: np.ndarray) -> int:
+def _winner(weights: np.ndarray, words: np.ndarray) -> int:
     """Index of the first to finish -log1p(-u) / w, the lowest on a tie; weight 0 never finishes.
 
-    weights: [n], one at least positive; uniforms: float32 [n].
+    weights: [n]; words: uint32 [n]. Raises ValueError when no weight is positive.
     """
     # u < E, so u / w bounds every finish from below: only ids that could still beat the leader's
     # real finish need the logarithm. The winner and its ties are always among them.
+    bounds = words.astype(np.float32)
+    bounds += np.float32(0.5)
     with np.errstate(divide="ignore", over="ignore"):
-        bounds = uniforms / weights.astype(np.float32, copy=False)
+        bounds /= weights.astype(np.float32, copy=False)
     leader = int(bounds.argmin())
-    finish = math.inf
-    if weights[leader] > 0:
-        finish = -math.log1p(-float(uniforms[leader])) / float(weights[leader])
+    finish = _finish(words[leader], weights[leader])
     if 1 / _SCREEN_LIMIT < finish < _SCREEN_LIMIT:
-        contenders = np.flatnonzero(bounds <= np.float32(finish * _SCREEN_SLACK))
+        limit = np.float32(finish * _NUM_WORDS * _SCREEN_SLACK)
+        contenders = (bounds <= limit).nonzero()[0]
+        if contenders.size == 1:
+            return leader
     else:
-        contenders = np.flatnonzero(weights > 0)
-    if contenders.size == 1:
-        return int(contenders[0])
-    exact = uniforms[contenders].astype(np.float64)
-    times = -np.log1p(-exact) / weights[contenders].astype(np.float64)
+        contenders = (weights > 0).nonzero()[0]
+        if not contenders.size:
+            raise ValueError(_NOBODY_RUNS)
+    times = _exponentials(words[contenders]) / weights[contenders].astype(np.float64)
     return int(contenders[times.argmin()])  # the first, so the lowest id, on a tie
+
+
+def _finish(word: np.uint32, weight: np.floating[Any]) -> float:
+    """Time -log1p(-u) / w at which one id finishes, inf without weight: within rounding."""
+    if not weight > 0:
+        return math.inf
+    u = min((float(np.float32(word)) + 0.5) / _NUM_WORDS, UNIFORM_MAX)
+    return -math.log1p(-u) / float(weight)
+
+
+_HEAVY = 2.0**-10  # of the largest weight: some hundred ids of a row reach it
+
+
+def _first_of_row(weights: np.ndarray, key: tuple[int, int, int, int]) -> int:
+    """`race` of all ids 0..n-1 under key = (seed, position, base_len, purpose).
+
+    The heavy ids race; any other needs a word below one limit to be faster than the first of them,
+    so that most words are compared once and never turned into times.
+    """
+    least = weights.max() * weights.dtype.type(_HEAVY)
+    seed, *rest = key
+    calls = _philox_calls(seed, _all_ids(-(-weights.size // 4)), *rest)
+    heavy = (weights >= least if least > 0 else weights > 0).nonzero()[0]
+    heavy_words = _pick_words(calls, heavy >> 2, heavy)
+    leader = _winner(weights[heavy], heavy_words)
+    first = heavy[leader]
+    finish = _finish(heavy_words[leader], weights[first])
+    limit = min(WORD_MASK, 1.0 + finish * float(least) * _NUM_WORDS * _SCREEN_SLACK)
+    # Places of the words as they lie, [2, n, 2], and the ids that they serve.
+    fast = (calls.view(np.uint32).reshape(-1) <= np.uint32(limit)).nonzero()[0]
+    pair, place = np.divmod(fast, 2 * calls.shape[1])
+    others = 2 * (place & -2) + 2 * pair + (place & 1 ^ _FLIPPED)
+    others = others[(others < weights.size) & (others != first)]
+    if not others.size:
+        return int(first)
+    runners = np.sort(np.append(others, first))
+    return int(runners[_winner(weights[runners], _pick_words(calls, runners >> 2, runners))])

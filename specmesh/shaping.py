@@ -173,7 +173,9 @@ class TokenShaper:
     def _shape(
         self, logits: Tensor, counts: Counter[int], prefix_len: int, candidates: Sequence[int]
     ) -> Tensor:
-        scores = logits[: self._vocab_size].float()
+        scores = logits if logits.numel() == self._vocab_size else logits[: self._vocab_size]
+        if scores.dtype is not torch.float32:
+            scores = scores.float()
         assert scores.numel() == self._vocab_size, (tuple(logits.shape), self._vocab_size)
         if self._bias is not None or self._has_penalties:
             if candidates and self._has_penalties:

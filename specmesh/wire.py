@@ -64,8 +64,8 @@ class Row:
         if not 0 <= token_id < self.vocab_size:
             raise IndexError(f"token id {token_id} is outside a vocabulary of {self.vocab_size}")
         if self.ids is None:
-            return float(self.weights[token_id])
-        return float(reference.SparseRow(self.ids, self.weights)[token_id])
+            return float(self.weights.numpy()[token_id])
+        return reference.SparseRow(self.ids, self.weights)[token_id]
 
     def law(self) -> Tensor | reference.SparseRow:
         """The row as `kernels.reference.decide` reads it: by its support where it is sparse."""
@@ -135,8 +135,8 @@ def target_row(weights: Tensor) -> Row:
 
 def encode(row: Row) -> session_pb2.Distribution:
     """Serialise a row. `decode` gives back the same bits."""
-    ids = b"" if row.ids is None else row.ids.cpu().numpy().astype(_ID_TYPE).tobytes()
-    values = row.weights.cpu().numpy().astype(_VALUE_TYPES[row.encoding], copy=False).tobytes()
+    ids = b"" if row.ids is None else row.ids.numpy().astype(_ID_TYPE).tobytes()
+    values = row.weights.numpy().astype(_VALUE_TYPES[row.encoding], copy=False).tobytes()
     return session_pb2.Distribution(
         encoding=row.encoding, vocab_size=row.vocab_size, ids=ids, values=values
     )
@@ -202,8 +202,12 @@ def _decode_ids(data: bytes, vocab_size: int) -> Tensor:
 
 
 def _sparse_if_small(weights: Tensor) -> Row | None:
-    # Comparing first: counting truth values is far quicker than counting floats.
-    if np.count_nonzero(weights.cpu().numpy() != 0) > MAX_SPARSE_IDS:
+    # Comparing first: counting truth values is far quicker than counting floats. A part that has
+    # too many ids alone spares the rest.
+    values = weights.numpy()
+    if np.count_nonzero(values[: 2 * MAX_SPARSE_IDS] != 0) > MAX_SPARSE_IDS:
+        return None
+    if np.count_nonzero(values != 0) > MAX_SPARSE_IDS:
         return None
     ids = weights.nonzero()[:, 0]
     return Row(weights.numel(), weights[ids], ids, SPARSE_F32)
@@ -214,7 +218,7 @@ def _round_to_half(weights: Tensor) -> Tensor:
 
     The scaling uses float16's range: what is 2**-39 of the largest weight does not vanish.
     """
-    values = weights.cpu().numpy()
+    values = weights.numpy()
     power = _HALF_EXPONENT - math.frexp(values.max())[1]
     is_normal = -126 <= power <= 127  # as a float32 factor; else a subnormal largest weight
     scaled = values * np.float32(2.0**power) if is_normal else np.ldexp(values, power)
@@ -225,7 +229,7 @@ def _lost_masses(lossy: Sequence[tuple[Tensor, Cut]]) -> list[float]:
     """Sum of [q - q']+ over the ids kept, q of mass 1 - truncated_mass, q' of mass 1."""
     sizes = [before.numel() for before, _ in lossy]
     starts = np.concatenate(([0], np.cumsum(sizes[:-1]))).astype(np.int64)
-    before = np.concatenate([each.cpu().numpy() for each, _ in lossy], dtype=np.float64)
+    before = np.concatenate([each.numpy() for each, _ in lossy], dtype=np.float64)
     after = np.concatenate([each.row.weights.numpy() for _, each in lossy], dtype=np.float64)
     kept_mass = np.array([1.0 - each.truncated_mass for _, each in lossy])
     before *= np.repeat(kept_mass / np.add.reduceat(before, starts), sizes)

@@ -230,9 +230,8 @@ class Verifier:
 
     def _has_fault(self, logits: Tensor) -> bool:
         """Whether rows that nobody judged hold NaN or +inf: so may the K/V of their tokens."""
-        return bool(logits.numel()) and not math.isfinite(
-            float(logits[:, : self._options.vocab_size].max())
-        )
+        real = logits.numpy()[:, : self._options.vocab_size]
+        return bool(real.size) and not math.isfinite(real.max())
 
     def _run_rule(
         self,
@@ -275,11 +274,11 @@ class Verifier:
         verdict.closing = _closing(decision, len(candidates.tokens))
         # An accepted stop token ends the judging; else one rejected candidate was judged as well.
         num_judged = min(len(decision.tokens), len(candidates.tokens))
-        totals = [float(each.target_total) for each in coins]
+        totals = [each.target_total for each in coins]
         unjudged = range(len(coins), len(decision.tokens))
-        totals += [float(reference.total(rows[index])) for index in unjudged]
+        totals += [reference.total(rows[index]) for index in unjudged]
         for index in range(num_judged):
-            draft_total = float(coins[index].draft_total) if coins else 0.0
+            draft_total = coins[index].draft_total if coins else 0.0
             judged = _judged(rows[index], totals[index], candidates, draft_total, index)
             verdict.judged.append(judged)
         for index, token in enumerate(decision.tokens):
@@ -366,12 +365,13 @@ def _judged(
 ) -> target_pb2.JudgedCandidate:
     """p(x), q(x) and the overlap of one judged row; without a row of the draft, p(x) alone."""
     token = candidates.tokens[index]
-    judged = target_pb2.JudgedCandidate(target_prob=float(row[token]) / target_total)
+    weights = row.numpy()
+    judged = target_pb2.JudgedCandidate(target_prob=float(weights[token]) / target_total)
     if candidates.rows:
         draft = candidates.rows[index]
         judged.draft_prob = draft.weight(token) / draft_total
-        own = row if draft.ids is None else row[draft.ids]
-        target_law = own.numpy().astype(np.float64) / target_total
+        own = weights if draft.ids is None else weights[draft.ids.numpy()]
+        target_law = own.astype(np.float64) / target_total
         draft_law = draft.weights.numpy().astype(np.float64) / draft_total
         judged.overlap = float(np.minimum(target_law, draft_law, out=draft_law).sum())
     return judged

@@ -43,6 +43,35 @@ def test_a_race_is_the_first_to_finish(vocab_size: int, kept: float) -> None:
         assert reference.race(weights.double() / 3, *key) == plain_race(weights.double() / 3, key)
 
 
+@pytest.mark.parametrize("light", [0.9, 0.1, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize("vocab_size", [9, 1026, 49151])
+def test_a_race_of_one_heavy_id_and_many_light_ones(vocab_size: int, light: float) -> None:
+    """Ids far below the largest weight win as often as they do, and no id past the last."""
+    threshold = 2.0**-10  # what the light ids stay below
+    winners = set()
+    for seed in range(40):
+        weights = torch.full((vocab_size,), light * threshold)
+        weights[vocab_size // 2] = 1.0
+        key = (seed, 100 + seed, 90, int(Purpose.BONUS))
+        winners.add(reference.race(weights, *key))
+        assert reference.race(weights, *key) == plain_race(weights, key)
+        assert reference.race(weights.double(), *key) == plain_race(weights.double(), key)
+    if vocab_size * light * threshold > 1.0:
+        assert len(winners) > 10
+    if not light:
+        assert winners == {vocab_size // 2}
+
+
+def test_a_race_needs_a_runner() -> None:
+    """No weight, or no id at all: ValueError, dense and sparse."""
+    key = (1, 2, 3, int(Purpose.BONUS))
+    for size in (0, 5, 5000):
+        with pytest.raises(ValueError, match="positive"):
+            reference.race(torch.zeros(size), *key)
+        with pytest.raises(ValueError, match="positive"):
+            reference.race(torch.zeros(size), *key, torch.arange(size))
+
+
 @pytest.mark.parametrize("scale", [1e-300, 1e-60, 1e-39, 1e30, 1e300])
 def test_a_race_of_weights_that_float32_cannot_hold(scale: float) -> None:
     """Weights that vanish or overflow when screened in float32 still race in float64."""
@@ -100,14 +129,29 @@ def test_truncation_keeps_what_a_full_sort_would(scale: float, max_ids: int, lev
         assert dropped == pytest.approx(1.0 - mass, abs=1e-9)
 
 
-def test_truncation_where_the_sample_misleads() -> None:
-    """All heavy ids lie where the sample looks, or none of them does."""
+def test_truncation_where_heavy_ids_are_evenly_spread() -> None:
+    """Every sixteenth id is heavy, so that they fall in a part of the groups only."""
     for offset in (0, 1):
         weights = torch.full((16 * 1024,), 1e-3)
         weights[offset::16] = torch.linspace(0.5, 1.0, 1024)
         for max_ids in (64, 1000, 1024):
             ids, _, _ = reference.truncate(weights, 0.01, max_ids)
             assert ids.tolist() == plain_truncation(weights, 0.01, max_ids)
+
+
+def test_truncation_where_heavy_ids_share_groups() -> None:
+    """Whether the heavy ids crowd in few of the groups that the threshold is found by, or in none:
+    after the last whole group."""
+    max_ids = 64
+    groups = 2 * max_ids
+    for first, step in ((0, groups), (5, groups // 2), (0, 1), (40 * groups, 1)):
+        weights = torch.full((40 * groups + 100,), 1e-3)
+        heavy = first + step * torch.arange(max_ids + 5)
+        heavy = heavy[heavy < weights.numel()]
+        weights[heavy] = torch.linspace(0.5, 1.0, heavy.numel())
+        ids, kept, _ = reference.truncate(weights, 0.01, max_ids)
+        assert ids.tolist() == plain_truncation(weights, 0.01, max_ids)
+        assert torch.equal(kept, weights[ids])
 
 
 def test_a_sparse_row_has_the_bits_of_the_dense_one() -> None:
@@ -118,7 +162,9 @@ def test_a_sparse_row_has_the_bits_of_the_dense_one() -> None:
     assert all(float(sparse[x]) == float(dense[x]) for x in range(4000))
     totals = reference.total(p), reference.total(dense)
     assert reference.total(sparse) == totals[1]
+    before = p.clone()
     found = reference.residual(p, sparse, *totals)
+    assert torch.equal(p, before)
     assert torch.equal(found, reference.residual(p, dense, *totals))
     assert float(found[ids].min()) == 0.0
     assert float(found.max()) > 0.0
@@ -130,7 +176,7 @@ def test_coins_carry_the_totals() -> None:
     coin = next(reference.decide([p, p], [q], [7]))
     assert isinstance(coin, reference.Coin)
     assert (coin.target_total, coin.draft_total) == (reference.total(p), reference.total(q))
-    assert coin.draft_mass == q[7] * coin.target_total
+    assert coin.draft_mass == float(q[7]) * coin.target_total
 
 
 def test_uniforms_stay_below_one() -> None:

@@ -137,10 +137,29 @@ def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal finishing times: the lowest id wins, whatever order the ids are visited in."""
     monkeypatch.setattr(
         reference_races,
-        "_race_uniforms",
-        lambda seed, ids, *key: np.full(ids.size, 0.25, np.float32),
+        "_philox_calls",
+        lambda seed, word0, *key: np.full((2, word0.size), 0x40000000_40000000, np.uint64),
     )
-    assert reference.race(torch.tensor([0.0, 1.0, 2.0, 2.0]), 1, 1, 1, Purpose.BONUS) == 2
+    weights = torch.tensor([0.0, 1.0, 2.0, 2.0, 2.0])
+    assert reference.race(weights, 1, 1, 1, Purpose.BONUS) == 2
+    ids = torch.tensor([3, 7, 8, 11, 20])
+    assert reference.race(weights, 1, 1, 1, Purpose.BONUS, ids) == 8
+    assert reference.races([(weights, ids)], 1, [1], 1, Purpose.BONUS) == [8]
+
+
+def test_ties_of_light_ids_go_to_the_lowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heavy id is slow and light ones finish together, found in whatever order."""
+
+    def calls(seed: int, word0: np.ndarray, *key: object) -> np.ndarray:
+        made = np.zeros((2, word0.size), np.uint64)
+        made[0, 0] = 0xF0000000 << 32  # word 0 of call 0: id 0
+        return made
+
+    monkeypatch.setattr(reference_races, "_philox_calls", calls)
+    for first in range(1, 9):
+        weights = torch.full((101,), 2.0**-12)
+        weights[0], weights[1:first] = 1.0, 2.0**-13
+        assert reference.race(weights, 1, 1, 1, Purpose.BONUS) == first
 
 
 def test_purposes_are_distinct_streams() -> None:

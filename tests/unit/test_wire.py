@@ -332,3 +332,13 @@ def test_a_full_row_whose_support_just_fits_is_kept_as_it_is() -> None:
     assert torch.equal(made.row.dense(), weights)
     weights[int((weights == 0).nonzero()[0, 0])] = 1e-6
     assert cut(weights, AUTO).row.encoding == SPARSE_F16
+
+
+@pytest.mark.parametrize("first", [0, MAX_SPARSE_IDS, VOCAB_SIZE - MAX_SPARSE_IDS - 1])
+def test_a_support_is_counted_wherever_it_lies(first: int) -> None:
+    """MAX_SPARSE_IDS ids side by side are a small support, one more is not."""
+    weights = torch.zeros(VOCAB_SIZE)
+    weights[first : first + MAX_SPARSE_IDS] = 0.5
+    assert target_row(weights).encoding == SPARSE_F32
+    weights[first + MAX_SPARSE_IDS] = 0.5
+    assert target_row(weights).encoding == DENSE_F32
