@@ -295,6 +295,7 @@ def load_settings(cls: type[S], argv: Sequence[str]) -> S:
     parser.add_argument("--print-config", action="store_true")
     own, flags = parser.parse_known_args(list(argv))
     from_file = {} if own.config is None else _read_file(own.config)
+    _refuse_what_is_no_text(cls, flags)
     _refuse_unknown_environment(cls)
     # The underscored keywords belong to pydantic-settings and are no part of the model's signature.
     build: Any = cls
@@ -313,6 +314,7 @@ def settings_from_environment(cls: type[S], values: Mapping[str, Any]) -> S:
 
     Raises ConfigError that lists every unknown key and bad value.
     """
+    _refuse_what_is_no_text(cls, ())
     _refuse_unknown_environment(cls)
     build: Any = cls
     try:
@@ -342,6 +344,26 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="config") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested without end
         raise ConfigError(f"{path}: {error}", field="config") from error
+
+
+def _refuse_what_is_no_text(cls: type[_ServiceSettings], flags: Sequence[str]) -> None:
+    # Bytes that are no UTF-8 arrive as half characters (PEP 383): taken for an address or a name
+    # they fail wherever that is first sent, logged or printed.
+    given = [
+        (name, value) for name, value in os.environ.items() if name.startswith(env_prefix(cls))
+    ]
+    given += [(flag.partition("=")[0], flag) for flag in flags]
+    wrong = [ascii(name) for name, value in given if not _is_text(name + value)]
+    if wrong:
+        raise ConfigError(f"not UTF-8: {', '.join(wrong)}")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_unknown_environment(cls: type[_ServiceSettings]) -> None:

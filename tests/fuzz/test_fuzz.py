@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from protos.specmesh.v1 import generation_pb2 as pb
-from tests.fuzz.file_targets import Folders, model_targets
+from tests.fuzz.file_targets import Folders, model_targets, settings_targets
 from tests.fuzz.fuzzer import LONGEST_S, Refused, Target, fuzz
 from tests.fuzz.message_targets import response_target
 from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_message
@@ -106,6 +106,15 @@ def test_what_was_found_in_model_folders_is_refused(case: str) -> None:
     name, content = FOUND[case]
     with Folders() as folders:
         target = next(each for each in model_targets(folders) if each.name == name)
+        with pytest.raises(Refused):
+            target.check(content)
+
+
+@pytest.mark.parametrize("content", [b"TARGETS=\xff:1,b:", b"MODEL_NAME=\x80", b"\xac=1"])
+def test_variables_that_are_no_text_are_refused(content: bytes) -> None:
+    """Found by fuzzing: half characters were taken, and failed where settings are printed."""
+    with Folders() as folders:
+        target = next(each for each in settings_targets(folders) if each.name == "environment")
         with pytest.raises(Refused):
             target.check(content)
 

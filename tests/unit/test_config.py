@@ -15,6 +15,7 @@ from specmesh.config import (
     env_prefix,
     load_settings,
     setting_names,
+    settings_from_environment,
 )
 from specmesh.errors import ConfigError
 
@@ -72,6 +73,22 @@ def test_misspelt_environment_variables_are_errors(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SPECMESH_TARGET_ENGINE__NUM_PAGE", "1")
     with pytest.raises(ConfigError, match="SPECMESH_TARGET_ENGINE__NUM_PAGE"):
         load_settings(TargetSettings, ["--engine.model", "/m"])
+
+
+def test_bytes_that_are_no_text_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no UTF-8 reaches Python as half characters, which nobody can send, log or print."""
+    half = b"a\x9f:1".decode("utf-8", "surrogateescape")
+    with pytest.raises(ConfigError, match="not UTF-8: '--targets'"):
+        load_settings(CoordinatorSettings, ["--tokenizer", "x", f"--targets={half}"])
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_settings(CoordinatorSettings, ["--tokenizer", half])
+    monkeypatch.setenv("OTHER", half)
+    assert load_settings(CoordinatorSettings, ["--tokenizer", "\u00e9"]).tokenizer == Path("\u00e9")
+    monkeypatch.setenv("SPECMESH_COORDINATOR_TARGETS", half)
+    with pytest.raises(ConfigError, match="not UTF-8: 'SPECMESH_COORDINATOR_TARGETS'"):
+        load_settings(CoordinatorSettings, ["--tokenizer", "x"])
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        settings_from_environment(CoordinatorSettings, {"tokenizer": "x"})
 
 
 def test_unknown_flags_exit_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
