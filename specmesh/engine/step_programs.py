@@ -226,9 +226,8 @@ class StepProgram:
     def _compute(self) -> None:
         shape, inputs = self.shape, self.buffers.inputs.device
         attention = self._attention(inputs["positions"], inputs["slots"], self._first_groups())
-        logits = self._decoder.run(inputs["token_ids"], attention, inputs["logit_rows"])
-        self.logits.copy_(logits)
-        tokens = self._sampler.sample(self.logits, self.buffers, shape, 0)
+        first = self._decoder.run(inputs["token_ids"], attention, inputs["logit_rows"])
+        tokens = self._sampler.sample(first, self.buffers, shape, 0)
         for pass_index in range(1, shape.num_passes):
             next_step(
                 tokens,
@@ -242,6 +241,8 @@ class StepProgram:
             attention = self._attention(positions, slots, (self._decode_group(),))
             logits = self._decoder.run(token_ids, attention, None)
             tokens = self._sampler.sample(logits, self.buffers, shape, pass_index)
+        # Last of all: a kernel behind a copy cannot start before the copy has ended.
+        self.logits.copy_(first)
 
     def _attention(
         self, positions: Tensor, slots: Tensor, groups: tuple[PagedGroup, ...]
