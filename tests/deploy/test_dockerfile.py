@@ -10,6 +10,7 @@ import tomllib
 from specmesh.config import PORTS
 from tests.deploy.manifests import K8S, OVERLAYS, ROOT, overlay, template, templates
 from tests.deploy.pods import all_containers
+from tests.lock import makefile_variable
 
 LINES = re.sub(r"\\\n", " ", (K8S / "Dockerfile").read_text()).splitlines()
 STAGES = {
@@ -78,6 +79,26 @@ def test_what_is_installed_is_what_is_tested() -> None:
         )
     assert re.search(r"^ARG PYTHON=python:\d+\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
     assert ":latest" not in text
+
+
+def test_images_are_installed_from_the_lock_by_hash() -> None:
+    """Every pip install is of torch, of Triton, from lock files by hash, or of this package alone;
+    the lock files hold no weights."""
+    installs = re.findall(r"pip install ([^&]*?) *(?=&&|\)|$)", "\n".join(LINES), re.MULTILINE)
+    (from_lock,) = (each for each in installs if " -r " in each)
+    assert from_lock.startswith("--no-deps --require-hashes -r requirements.lock -r ")
+    others = {each for each in installs if each != from_lock}
+    assert "--no-deps --no-build-isolation ." in others
+    assert all(
+        each.endswith(" .") or re.search(r"\b(torch|triton)==\S+$", each) for each in others
+    ), others
+    copied = [
+        source for line in stage("builder") if line.startswith("COPY ") for source in line.split()
+    ]
+    model = makefile_variable("MODEL_PACKAGE")
+    for name in re.findall(r"-r (\S+)", from_lock):
+        assert name in copied
+        assert model not in (ROOT / name).read_text()
 
 
 def test_sources_exist_and_weights_stay_out() -> None:

@@ -12,8 +12,9 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.lock import DEVELOPMENT, NOT_LOCKED, ROOT, RUNTIME, makefile_variable
+from tests.lock import BUILD, DEVELOPMENT, MODEL, NOT_LOCKED, ROOT, RUNTIME, makefile_variable
 
+LOCKS = (RUNTIME, DEVELOPMENT, BUILD, MODEL)
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
 PYTHONS = ("3.11", "3.12")
 ENTRY = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==(\S+)(?: ; (.*?))? \\$")
@@ -68,11 +69,24 @@ def test_locks_and_constraints_agree() -> None:
     know no package that it does not know."""
     known, runtime, development = constraints(), locked(RUNTIME), locked(DEVELOPMENT)
     assert {name: known.get(name) for name in development} == development
-    assert {name: development.get(name) for name in runtime} == runtime
+    for path in LOCKS:
+        pins = locked(path)
+        assert {name: development.get(name) for name in pins} == pins
     assert len(runtime) > 50
 
 
-@pytest.mark.parametrize("path", [RUNTIME, DEVELOPMENT], ids=lambda path: path.name)
+def test_what_builds_the_package_is_locked() -> None:
+    """Built without isolation, from what the lock file holds, in the range of pyproject.toml."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    pins = locked(BUILD)
+    for requirement in map(Requirement, build["requires"]):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+    for name in ("Makefile", "k8s/Dockerfile"):
+        text = (ROOT / name).read_text().replace("--editable ", "")
+        assert "--no-deps --no-build-isolation ." in text
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
 def test_a_lock_holds_pins_with_hashes_and_nothing_else(path: Path) -> None:
     """Every line is a comment, an exact version or a SHA-256; no address of an index is there."""
     lines = path.read_text().splitlines()
@@ -93,12 +107,15 @@ def test_what_the_makefile_installs_beside_the_locks_is_pinned_too() -> None:
         name, version = makefile_variable(variable).split("==")
         assert known[canonicalize_name(name)] == version
     assert {*NOT_LOCKED}.isdisjoint(locked(DEVELOPMENT))
-    for variable, path in (("MODEL_PACKAGE", RUNTIME), ("KUBECTL_PACKAGE", DEVELOPMENT)):
+    for variable, path in (("MODEL_PACKAGE", MODEL), ("KUBECTL_PACKAGE", DEVELOPMENT)):
         name, version = makefile_variable(variable).split("==")
         assert locked(path)[canonicalize_name(name)] == version
     makefile = (ROOT / "Makefile").read_text()
-    for path in (RUNTIME, DEVELOPMENT):
-        assert re.search(rf"--require-hashes --requirement {re.escape(path.name)}", makefile)
+    (locks,) = re.findall(r"^LOCKS := (.*)$", makefile, re.MULTILINE)
+    assert set(locks.split()) == {RUNTIME.name, BUILD.name, MODEL.name}
+    assert re.search(r"^FROM_LOCK := .*--no-deps --require-hashes$", makefile, re.MULTILINE)
+    for given in (r"\$\(LOCKS:%=--requirement %\)", f"--requirement {re.escape(DEVELOPMENT.name)}"):
+        assert re.search(rf"\$\(FROM_LOCK\) {given}", makefile)
 
 
 def test_a_disagreement_is_seen(tmp_path: Path) -> None:
