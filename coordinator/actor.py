@@ -1,8 +1,9 @@
 """The Ray actor that is a coordinator replica: a thin shell around `CoordinatorReplica`.
 
 Owns nothing but the translation of Ray Serve's life cycle into start, health and drain. Serve calls
-the constructor on the actor's event loop (its own too, see `RAY_ENVIRONMENT`; not the main thread, so
-no signals there), the health check every few seconds, and the destructor when the replica is to go.
+the constructor on the actor's event loop (its own too, see `RAY_ENVIRONMENT`, and not on the main
+thread: no signals there), the health check every few seconds, and the destructor when the replica
+is to go.
 """
 
 from __future__ import annotations
