@@ -177,6 +177,7 @@ def test_coins_carry_the_totals() -> None:
     assert isinstance(coin, reference.Coin)
     assert (coin.target_total, coin.draft_total) == (reference.total(p), reference.total(q))
     assert coin.draft_mass == float(q[7]) * coin.target_total
+    assert isinstance(coin.draft_mass, float)  # a float32 tensor times a float stays float32
 
 
 def test_uniforms_stay_below_one() -> None:
