@@ -88,7 +88,10 @@ def make_engine(side: str, folder: Path, device: str, *, on_device: bool, pages:
         Device(decoder, decoder.new_cache(pages, PAGE), BlockPool(pages, PAGE)),
         role,
         limits,
-        EngineOptions(token_budget=32, prefill_chunk=16, warm_up_lens=()),
+        # Interpreted kernels take minutes on a busy machine: no session is idle for that.
+        EngineOptions(
+            token_budget=32, prefill_chunk=16, warm_up_lens=(), session_idle_s=ANSWER_S * 10
+        ),
         Observers(Telemetry(side, TelemetrySettings(), "test"), metrics, clock_ns, offset_ns),
         program_executor if on_device else StepExecutor,
     )
