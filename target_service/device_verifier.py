@@ -62,6 +62,7 @@ class TargetSampler:
         return [
             *parameter_fields(slots),
             Field("num_candidates", (slots,)),
+            Field("later_candidates", (slots,)),  # the same in passes after the first
             Field("stop_ids", (slots, MAX_STOP_IDS)),
             Field("candidates", (slots, bucket)),
             Field("draft_ids", (slots, bucket, shape.num_ids)),
@@ -88,7 +89,8 @@ class TargetSampler:
         """See `step_programs.Sampler`. Passes after the first decode one token a sequence."""
         inputs, outputs = buffers.inputs.device, buffers.outputs.device
         rows = shape.rows_per_seq if pass_index == 0 else 1
-        num_candidates = inputs["num_candidates"]
+        # A round with candidates ends with the first pass, also where others decode on.
+        num_candidates = inputs["num_candidates" if pass_index == 0 else "later_candidates"]
         candidates = inputs["candidates"][:, : rows - 1]
         draft = None
         if rows > 1 and shape.num_ids:
@@ -239,6 +241,7 @@ class DeviceVerifier:
         """Make every sequence padding."""
         clear_parameters(host)
         host["num_candidates"].fill(UNUSED)
+        host["later_candidates"].fill(UNUSED)
         host["stop_ids"].fill(-1)
 
     def pack(self, task: Task, slot: int, host: HostArrays) -> None:
@@ -247,6 +250,7 @@ class DeviceVerifier:
         pack_parameters(session, session.ledger.confirmed_len, slot, host)
         count = len(candidates.tokens)
         host["num_candidates"][slot] = count
+        host["later_candidates"][slot] = UNUSED if count else 0
         stop_ids = sorted(session.shaper.stop_ids)
         host["stop_ids"][slot, : len(stop_ids)] = stop_ids
         host["candidates"][slot, :count] = candidates.tokens
