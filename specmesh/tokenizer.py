@@ -283,7 +283,8 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     try:
         return environment.from_string(template)
-    except (jinja2.TemplateError, ValueError, RecursionError) as broken:  # nested without end, too
+    # Nested without end, or what only the compiler of the Python made from it refuses.
+    except (jinja2.TemplateError, ValueError, RecursionError, SyntaxError, MemoryError) as broken:
         raise ConfigError(f"the chat template does not compile: {broken}") from broken
 
 

@@ -58,6 +58,19 @@ def _distrusted(path: Path) -> Iterator[None]:
         ) from broken
 
 
+class _BoundedReader(GGUFReader):
+    """Refuses whatever reaches past the end of the file.
+
+    An array of 24 bytes may say that it has 2^60 elements. The package would go on for ever,
+    reading nothing and keeping each.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.size:
+            raise ValueError("the file ends within a field")
+        return super()._get(offset, dtype, count, override_order)
+
+
 class GgufModel:
     """One GGUF file, opened for reading. Raises ConfigError for anything unsupported."""
 
@@ -66,7 +79,7 @@ class GgufModel:
             raise ConfigError(f"{path} is missing")
         self._path = path
         with _distrusted(path):
-            self._reader = GGUFReader(path)
+            self._reader = _BoundedReader(path)
         architecture = self._field("general.architecture")
         if architecture != "llama":
             raise ConfigError(

@@ -23,6 +23,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 CHECKSUMS_FILE = "checksums.json"
+MAX_NAME_BYTES = 255  # of a file: no common file system takes more
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -34,9 +35,10 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(shards, dict) or not shards:
             raise ConfigError(f"{index} has no weight_map")
         names = {str(name) for name in shards.values()}
-        strangers = [name for name in names if Path(name).name != name]
+        strangers = [name for name in names if not _is_file_name(name)]
         if strangers:  # nothing outside the folder is read
-            raise ConfigError(f"{index} names {strangers[0]!r}, expected files of its own folder")
+            stranger = f"{strangers[0][:MAX_NAME_BYTES]!r}"
+            raise ConfigError(f"{index} names {stranger}, expected files of its own folder")
         files = [folder / name for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -89,8 +91,14 @@ def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
     return dict(files)
 
 
+def _is_file_name(name: str) -> bool:
+    """Whether a folder can hold a file of this name: what is none, even asking for it fails."""
+    is_short = len(name.encode()) <= MAX_NAME_BYTES
+    return is_short and Path(name).name == name and "\0" not in name
+
+
 def _is_record(name: str, entry: Any) -> bool:
-    if not isinstance(entry, dict) or Path(name).name != name or "\0" in name:
+    if not isinstance(entry, dict) or not _is_file_name(name):
         return False
     size, digest = entry.get("bytes"), entry.get("sha256")
     return isinstance(size, int) and not isinstance(size, bool) and isinstance(digest, str)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from protos.specmesh.v1 import generation_pb2 as pb
-from tests.fuzz.file_targets import Folders, model_targets, settings_targets
+from tests.fuzz.file_targets import Folders, gguf_targets, model_targets, settings_targets
 from tests.fuzz.fuzzer import LONGEST_S, Refused, Target, fuzz
 from tests.fuzz.message_targets import response_target
 from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_message
 from tests.fuzz.targets import all_targets
 
+GGUF_ARRAY = 9  # a type of the format
 NUM_INPUTS = 120
 # These load a model each time.
 NUM_FOLDER_INPUTS = 30
@@ -85,6 +87,10 @@ def _template(template: object) -> bytes:
     return json.dumps({"eos_token": "<|im_end|>", "chat_template": template}).encode()
 
 
+def _record(name: str) -> bytes:
+    return json.dumps({"files": {name: {"bytes": 3, "sha256": "00"}}}).encode()
+
+
 def _checksums(**entry: object) -> bytes:
     return json.dumps({"files": {"config.json": entry}}).encode()
 
@@ -95,6 +101,20 @@ FOUND = {
     "half a character": ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
     "templates that are none": ("tokenizer_config.json", _template([8])),
     "a template that divides by zero": ("tokenizer_config.json", _template("{{ 1 / 0 }}")),
+    "loops nested deeper than Python's": (
+        "tokenizer_config.json",
+        _template("{% for a in [1] %}" * 30 + "{% endfor %}" * 30),
+    ),
+    "branches nested deeper than Python's": (
+        "tokenizer_config.json",
+        _template("{% if 1 %}" * 120 + "{% endif %}" * 120),
+    ),
+    "an argument twice": ("tokenizer_config.json", _template("{{ f(a=1, a=1) }}")),
+    "a record of a name that no file has": ("checksums.json", _record("a" * 256)),
+    "a shard of a name that no file has": (
+        "model.safetensors.index.json",
+        json.dumps({"weight_map": {"model.norm.weight": "\u00e9" * 128}}).encode(),
+    ),
     "a record without a size": ("checksums.json", _checksums(sha256="00")),
     "a record without a digest": ("checksums.json", _checksums(bytes=3)),
 }
@@ -102,12 +122,23 @@ FOUND = {
 
 @pytest.mark.parametrize("case", FOUND)
 def test_what_was_found_in_model_folders_is_refused(case: str) -> None:
-    """Each was found by fuzzing and is a ConfigError or InvalidRequest now."""
+    """Each was found by feeding what nobody expects, and is a ConfigError or InvalidRequest now."""
     name, content = FOUND[case]
     with Folders() as folders:
         target = next(each for each in model_targets(folders) if each.name == name)
         with pytest.raises(Refused):
             target.check(content)
+
+
+@pytest.mark.parametrize("element", [0, 8, 9])
+def test_an_array_that_says_it_never_ends_is_refused(element: int) -> None:
+    """Found by fuzzing: the reader of GGUF files went on past their end, for ever."""
+    field = struct.pack("<Q1sIIQ", 1, b"a", GGUF_ARRAY, element, 1 << 60)
+    with Folders() as folders:
+        (target,) = gguf_targets(folders)
+        with pytest.raises(Refused) as refused:
+            target.check(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field)
+    assert "the file ends within a field" in str(refused.value.__cause__)
 
 
 @pytest.mark.parametrize("content", [b"TARGETS=\xff:1,b:", b"MODEL_NAME=\x80", b"\xac=1"])
