@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -41,6 +42,12 @@ from specmesh.errors import (
     TooBusy,
     Unauthenticated,
 )
+
+# gRPC reads this when the first channel or server is made. Without its event engine, the thread
+# that waits for completions polls the sockets itself: one change of threads less a message (an echo
+# after 5 idle ms: 0.41 in place of 0.54 ms). What the operator has set stays.
+GRPC_EXPERIMENTS = ("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+os.environ.setdefault(*GRPC_EXPERIMENTS)
 
 logger = logging.getLogger(__name__)
 aio_health: Any = health.aio  # type: ignore[attr-defined]  # missing from its stub
