@@ -7,11 +7,10 @@ session are counted, so one session's race runs under another's reads. It first 
 from the leaves' few numbers (every program alike): candidates against coins (u q(x) P < p(x) Q),
 against the target's own race winner (coupled), or against its argmax (greedy). Then it races the
 residual [p/P - q/Q]+ or the bonus row, and the program that finishes a session last writes the
-token. A tile of the closing row is raced only where the target's weights alone could win, so the
-draft's row is hardly read. Launch 2 starts only when every program of launch 1 runs, so no wait can
-last for ever. No probability tensor is written and the host reads nothing. The specification is
-`reference.decide` and `decide_coupled`; the contract that makes a token independent of launch,
-batch and place is in `row_state`.
+token. Launch 2 starts only when every program of launch 1 runs, so no wait can last for ever.
+No probability tensor is written and the host reads nothing. The specification is `reference.decide`
+and `decide_coupled`; the contract that makes a token independent of launch, batch and place is in
+`row_state`.
 
 Must not know requests or services. The public functions and the meaning of each argument are in
 `kernels/sampling.py`.
@@ -34,20 +33,18 @@ from kernels.row_state import (
     NO_ID,
     append_tile,
     exact_mass,
-    largest_of_four,
+    filtered,
     load_scores,
-    may_win,
     merge_masses,
     power_of_two,
     race,
-    race_tile,
+    read_scores,
     rescaled,
     score_leaf,
     tile_ids,
     tiles_of,
     unpack_id,
     weigh,
-    widened,
 )
 from kernels.streams import Purpose
 
@@ -58,9 +55,6 @@ ACCEPT_STREAM = tl.constexpr(int(Purpose.ACCEPT))
 RESIDUAL_STREAM = tl.constexpr(int(Purpose.RESIDUAL))
 BONUS_STREAM = tl.constexpr(int(Purpose.BONUS))
 COUPLED_STREAM = tl.constexpr(int(Purpose.COUPLED))
-CLOSE_STAGES = tl.constexpr(3)  # tiles of the closing row asked for at a time
-WARP_RUN = tl.constexpr(128)  # ids side by side in a program of one warp
-CLOSE_ROWS = tl.constexpr(2)  # runs of ids of a tile that are raced at a time
 
 
 @triton.jit
@@ -155,22 +149,15 @@ def _judge_kernel(
             threshold = float("-inf")
             if thresholds is not None:
                 threshold = tl.load(thresholds + session * (BUCKET + 1) + slot)
-            row = logits + (first_row + slot).to(tl.int64) * stride_row
-            scale = scale_of(tl.load(temperatures + session), rule)
-            if rule == RESIDUAL:
-                m, mass, best = score_leaf(
-                    row, leaf, stride_id, vocab_size, threshold, scale, False, False, seed, 0, 0, 0,
-                    thresholds is not None, False, TILE, RUN,
-                )  # fmt: skip
-            else:
-                m, mass, best = score_leaf(
-                    row, leaf, stride_id, vocab_size, threshold, scale, rule == GREEDY,
-                    rule == COUPLED, seed, base_len + slot, 0, COUPLED_STREAM,
-                    thresholds is not None, True, TILE, RUN,
-                )  # fmt: skip
-                tl.store(leaf_best + partial, best)
+            m, mass, best = score_leaf(
+                logits + (first_row + slot).to(tl.int64) * stride_row, leaf, stride_id,
+                vocab_size, threshold, scale_of(tl.load(temperatures + session), rule),
+                rule == GREEDY, rule == COUPLED, seed, base_len + slot, 0, COUPLED_STREAM,
+                thresholds is not None, True, TILE, RUN,
+            )  # fmt: skip
             tl.store(leaf_exponents + partial, m)
             tl.store(leaf_masses + partial, mass)
+            tl.store(leaf_best + partial, best)
     elif (slot - BUCKET - 1 < num) & (rule == RESIDUAL):
         index = slot - BUCKET - 1
         row = draft + session.to(tl.int64) * stride_db + index.to(tl.int64) * stride_dk
@@ -205,39 +192,14 @@ def _judge_kernel(
 
 @triton.jit
 def _wait_until(counter, expected):
-    """Return when *counter >= expected, having acquired what was written before it was counted."""
-    seen = _acquired(counter)
+    """Return when *counter >= expected; the caller's next atomic acquires what was counted."""
+    seen = tl.load(counter, volatile=True)
     while seen < expected:
         if not INTERPRETING:
             tl.inline_asm_elementwise(
-                "nanosleep.u32 64; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                "nanosleep.u32 100; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
             )
-        seen = _acquired(counter)
-
-
-@triton.jit
-def _acquired(counter):
-    """*counter, with acquire semantics: cheaper to repeat than an atomic operation."""
-    if INTERPRETING:
-        return tl.load(counter)
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [counter], dtype=tl.int64, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _latest(best_rate, RUN: tl.constexpr):
-    """*best_rate as other programs left it: only a bar, of any age. 0 where a program has several
-    warps: each would read a value of its own, and they must branch alike."""
-    if INTERPRETING:
-        return tl.load(best_rate)
-    if RUN > WARP_RUN:
-        return tl.zeros([], tl.int64)
-    return tl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l", [best_rate], dtype=tl.int64, is_pure=False,
-        pack=1,
-    )  # fmt: skip
+        seen = tl.load(counter, volatile=True)
 
 
 @triton.jit
@@ -278,13 +240,12 @@ def _draft_weights(
 
 
 @triton.jit
-def _sparse_tile(
-    ids, weights, stride_n, stride_w, num_ids, places_of, first_id, SPARSE_PAD: tl.constexpr,
-    ROWS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """The weights of a sparse row (ascending ids, padding -1 last) spread over one tile of ids."""
-    places = tl.arange(0, SPARSE_PAD)
-    token = tl.load(ids + places * stride_n, places < num_ids, other=-1)
+def _sparse_tile(token, ids, weights, stride_n, stride_w, places_of, first_id,
+                 ROWS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """The weights of a sparse row (ascending ids, padding -1 last) spread over one tile of ids.
+
+    token: all ids of the row, read once; ids, weights: where they lie.
+    """
     known = token >= 0
     begin = tl.sum((known & (token < first_id)).to(tl.int32), 0)
     end = tl.sum((known & (token < first_id + ROWS * RUN)).to(tl.int32), 0)
@@ -297,53 +258,12 @@ def _sparse_tile(
 
 
 @triton.jit
-def _close_tile(
-    scores, row, draft_row, draft_row_ids, num_sparse, best_rate, first, stride_id, stride_di,
-    stride_ii, vocab_size, threshold, draft_bar, scale, draft_scale, origin, draft_origin, ratio,
-    rejected, best, seed, position, base_len, stream, FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr, KIND: tl.constexpr, SPARSE_PAD: tl.constexpr,
-    SIZE: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """The better of `best` and the winner of one tile's race; published where it is the tile's.
-
-    scores: of the target row's ids from `first`. Residual weights are at most the target's, so
-    the draft's row is read only where the target's could win.
-    """
-    neighbours: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
-    tl.static_assert(SIZE // (CLOSE_ROWS * RUN) > 0, "a tile holds whole parts")
-    others = _latest(best_rate, RUN)  # on its way while this tile is looked at: for the next
-    largest = largest_of_four(widened(scores), SIZE)
-    if may_win(
-        largest, first, scale, origin, best, seed, position, base_len, stream, SIZE, neighbours
-    ):
-        before = best
-        for part in range(0, SIZE // (CLOSE_ROWS * RUN)):
-            start = first + part * (CLOSE_ROWS * RUN)
-            ids = tile_ids(start, CLOSE_ROWS, RUN)
-            own = load_scores(row, ids, stride_id, vocab_size, threshold, FILTERED)
-            weights = weigh(own, scale, origin)
-            if KIND != NO_DRAFT:  # noqa: SIM102 - known when compiled
-                if rejected:
-                    if KIND == SPARSE:
-                        share = _sparse_tile(
-                            draft_row_ids, draft_row, stride_ii, stride_di, num_sparse, ids, start,
-                            SPARSE_PAD, CLOSE_ROWS, RUN,
-                        )  # fmt: skip
-                    elif KIND == WEIGHTS:
-                        share = tl.load(
-                            draft_row + ids.to(tl.int64) * stride_di, ids < vocab_size, other=0.0
-                        ).to(tl.float32)
-                    else:
-                        share = load_scores(
-                            draft_row, ids, stride_di, vocab_size, draft_bar, DRAFT_FILTERED
-                        )
-                        share = weigh(share, draft_scale, draft_origin)
-                    weights = tl.fma(share, -ratio, weights)
-            words = words_tile(seed, start, position, base_len, stream, CLOSE_ROWS, RUN)
-            best = race(weights, words, ids, best, CLOSE_ROWS, RUN)
-        if best > before:
-            tl.atomic_max(best_rate, best, sem="relaxed")
-    return tl.maximum(best, others)
+def _read_held(row, ids, stride, vocab_size, wanted, KIND: tl.constexpr):
+    """The draft's scores or weights at ids, in their own type; nothing is read if not wanted."""
+    empty = 0.0
+    if KIND == LOGITS:
+        empty = float("-inf")
+    return tl.load(row + ids.to(tl.int64) * stride, (ids < vocab_size) & wanted, other=empty)
 
 
 @triton.jit
@@ -384,6 +304,7 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         bar = tl.load(thresholds + session * (BUCKET + 1) + rows, rows <= BUCKET, other=0.0)
         score = tl.where(score < bar, float("-inf"), score)
     _wait_until(leaves_done + session, num_parts)
+    departed = tl.atomic_add(leaves_done + session, 1, sem="acquire")
     places = (session * num_slots + rows)[:, None] * num_leaves + leaves[None, :]
     seen = (rows <= num)[:, None] & (leaves < num_leaves)[None, :]
     exponents, top, mass, row_bad = _merged_leaves(leaf_exponents, leaf_masses, places, seen)
@@ -464,14 +385,9 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         shown = judged & proposed & live
         tl.store(pair, tl.where(shown, target_log2 * LN_2, 0.0), rows < BUCKET)
         tl.store(pair + 1, tl.where(shown, draft_log2 * LN_2, 0.0), rows < BUCKET)
-    # The last program of the session, all of which have passed the wait, resets its counters.
-    if rule != RESIDUAL:
-        tl.store(leaves_done + session, 0)
-        return
-    if ~closes:
-        if tl.atomic_add(arrivals + session, 1, sem="relaxed") == num_groups - 1:
-            tl.store(arrivals + session, 0)
-            tl.store(leaves_done + session, 0)
+    if departed == num_parts + tl.where(rule == RESIDUAL, num_groups, 1) - 1:
+        tl.store(leaves_done + session, 0)  # every program of the session has passed the wait
+    if ~closes | (rule != RESIDUAL):
         return
 
     # The closing draw, from the residual or the bonus row.
@@ -494,36 +410,59 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         draft_row += session.to(tl.int64) * stride_db + last.to(tl.int64) * stride_dk
         if KIND == SPARSE:
             draft_row_ids += session.to(tl.int64) * stride_ib + last.to(tl.int64) * stride_ik
+            at_sparse = tl.arange(0, SPARSE_PAD)
+            sparse_ids = tl.load(
+                draft_row_ids + at_sparse * stride_ii, (at_sparse < num_sparse) & rejected, other=-1
+            )
         if KIND == LOGITS:
             if draft_thresholds is not None:  # noqa: SIM102 - known when compiled
                 if rejected:
                     draft_bar = tl.load(draft_thresholds + session * BUCKET + last)
         else:
             ratio *= power_of_two(-draft_origin)
-    best = _latest(best_rates + session, RUN)
-    size: tl.constexpr = ROWS * RUN
-    first = group * (TILES_PER_PROGRAM * size)
-    count = tl.minimum(TILES_PER_PROGRAM, tl.cdiv(vocab_size - first, size))
-    for _ in tl.range(0, count, num_stages=CLOSE_STAGES):
-        # Past the vocabulary anything may be read: this only says which tiles to look at closely.
-        ids = first + tl.arange(0, size)
-        scores = tl.load(row + ids.to(tl.int64) * stride_id, ids < vocab_size)
-        best = _close_tile(
-            scores, row, draft_row, draft_row_ids, num_sparse, best_rates + session, first,
-            stride_id, stride_di, stride_ii, vocab_size, threshold, draft_bar, scale, draft_scale,
-            origin, draft_origin, ratio, rejected, best, seed, position, base_len, stream,
-            thresholds is not None, draft_thresholds is not None, KIND, SPARSE_PAD, size, RUN,
-        )  # fmt: skip
-        first += size
+    best = tl.load(best_rates + session)  # what others found so far: only a bar, the maximum stays
+    first_tile = group * TILES_PER_PROGRAM
+    ids = tile_ids(first_tile * (ROWS * RUN), ROWS, RUN)
+    reads_draft: tl.constexpr = KIND != NO_DRAFT and KIND != SPARSE
+    following = read_scores(row, ids, stride_id, vocab_size)
+    following_held = following
+    if reads_draft:
+        following_held = _read_held(draft_row, ids, stride_di, vocab_size, rejected, KIND)
+    for tile in range(first_tile, tl.minimum(first_tile + TILES_PER_PROGRAM, num_tiles)):
+        scores = filtered(following, threshold, thresholds is not None)
+        held = following_held
+        ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
+        following = read_scores(row, ids + ROWS * RUN, stride_id, vocab_size)
+        if reads_draft:
+            following_held = _read_held(
+                draft_row, ids + ROWS * RUN, stride_di, vocab_size, rejected, KIND
+            )
+        weights = weigh(scores, scale, origin)
+        if KIND != NO_DRAFT:  # noqa: SIM102 - known when compiled
+            if rejected:
+                if KIND == SPARSE:
+                    share = _sparse_tile(
+                        sparse_ids, draft_row_ids, draft_row, stride_ii, stride_di, ids,
+                        tile * (ROWS * RUN), ROWS, RUN,
+                    )  # fmt: skip
+                elif KIND == WEIGHTS:
+                    share = held.to(tl.float32)
+                else:
+                    share = filtered(held, draft_bar, draft_thresholds is not None)
+                    share = weigh(share, draft_scale, draft_origin)
+                weights = tl.fma(share, -ratio, weights)
+        words = words_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
+        best = race(weights, words, ids, best, seed, position, base_len, stream)
+    tl.atomic_max(best_rates + session, best, sem="relaxed")
     if tl.atomic_add(arrivals + session, 1, sem="acq_rel") != num_groups - 1:
         return
     tl.store(arrivals + session, 0)
-    tl.store(leaves_done + session, 0)
     best = tl.atomic_xchg(best_rates + session, tl.zeros_like(best), sem="relaxed")
     if best == 0:  # rounding left no residual anywhere: draw from p, with the same noise
         for tile in range(0, num_tiles):
-            best = race_tile(
-                row, tile * size, stride_id, vocab_size, threshold, scale, origin, best, seed,
-                position, base_len, stream, thresholds is not None, size, RUN,
-            )  # fmt: skip
+            ids = tile_ids(tile * (ROWS * RUN), ROWS, RUN)
+            scores = load_scores(row, ids, stride_id, vocab_size, threshold, thresholds is not None)
+            weights = weigh(scores, scale, origin)
+            words = words_tile(seed, tile * (ROWS * RUN), position, base_len, stream, ROWS, RUN)
+            best = race(weights, words, ids, best, seed, position, base_len, stream)
     tl.store(out + last, unpack_id(best))

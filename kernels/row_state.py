@@ -9,10 +9,9 @@ Tiles are merged ascending and leaves all at once, by exact powers of two, as m 
 row's mass, hence every decision made from it, has the same bits whatever the launch, the batch, or
 the device's way of reducing.
 
-A race keeps the largest w / E. As -log1p(-u) >= u, no id can beat w / u, nor four ids the largest
-of their scores over the least of their words: `may_win` asks that of a whole tile, and only tiles
-that pass are raced, where only the few ids whose own bound exceeds the best rate so far have their
-logarithm taken. Must not know batches, rules or where rows lie in memory.
+A race keeps the largest w / E. As -log1p(-u) >= u, no id can beat w / u: only the few ids whose
+bound exceeds the best rate so far have their logarithm taken. Must not know batches, rules or
+where rows lie in memory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kernels.philox import (
     UNIFORM_SCALE,
     UNIFORM_SHIFT,
     exponential,
-    philox,
     uniform,
+    uniform_at,
     words_tile,
 )
 
@@ -46,12 +45,6 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 LOWEST = tl.constexpr(-0x8000000000000000)
 # Rates are float32 quotients: a bound may round below the rate it bounds by a few units.
 BOUND_SLACK = tl.constexpr(1.0 + 2.0**-20)
-# u >= word 2^-32, less what rounding can take from a weight, a word and their product.
-LEAST_UNIFORM = tl.constexpr(2.0**-32 * (1.0 - 2.0**-16))
-LANES = tl.constexpr(32)
-STAGES = tl.constexpr(3)  # tiles of a leaf asked for at a time
-LOW_BITS = tl.constexpr(24)  # of a lane's mass: sums of 32 of them and of the rest fit an int32
-LOW_MASK = tl.constexpr((1 << 24) - 1)
 
 
 @triton.jit
@@ -81,21 +74,9 @@ def read_scores(row, ids, stride, vocab_size):
 
 
 @triton.jit
-def widened(scores):
-    """Scores as float32. Two bfloat16 of one register take one instruction each."""
-    if scores.dtype != tl.bfloat16 or INTERPRETING:
-        return scores.to(tl.float32)
-    bits = tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [scores], dtype=tl.int32,
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def filtered(scores, threshold, FILTERED: tl.constexpr):
     """float32 scores, -inf below the threshold. NaN stays NaN."""
-    scores = widened(scores)
+    scores = scores.to(tl.float32)
     if FILTERED:
         scores = tl.where(scores < threshold, float("-inf"), scores)
     return scores
@@ -116,16 +97,10 @@ def tile_ids(first, ROWS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def exponent_of_largest(largest, scale):
-    """(m, m or 0 for a set without a finite score): -inf - (-inf) is never formed."""
-    m = tl.ceil(largest * scale)
-    return m, tl.where(m == float("-inf"), 0.0, m)
-
-
-@triton.jit
 def exponent_of(scores, scale):
-    """`exponent_of_largest` of scores."""
-    return exponent_of_largest(tl.max(scores, 0), scale)
+    """(m, m or 0 for a set without a finite score): -inf - (-inf) is never formed."""
+    m = tl.ceil(tl.max(scores, 0) * scale)
+    return m, tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
@@ -159,40 +134,12 @@ def exact_mass(weights, SIZE: tl.constexpr):
 
 
 @triton.jit
-def tile_mass(weights, SIZE: tl.constexpr):
-    """`exact_mass` where one warp holds a tile: lanes add as two int32, one instruction each."""
-    sums = _add_pairs(weights, SIZE)
-    sums = _add_pairs(sums, SIZE // 2)
-    sums = _add_pairs(sums, SIZE // 4)
-    sound = sums < float("inf")  # false for NaN
-    units = (tl.where(sound, sums, 0.0) * MASS_UNIT).to(tl.int64)
-    lanes = tl.sum(tl.reshape(units, [SIZE // (8 * LANES), LANES]), 0)
-    low = tl.sum((lanes & LOW_MASK).to(tl.int32), 0)
-    high = tl.sum((lanes >> LOW_BITS).to(tl.int32), 0)
-    mass = (high.to(tl.int64) << LOW_BITS) + low.to(tl.int64)
-    return tl.where(tl.min(sound.to(tl.int32), 0) == 1, mass, BAD)
-
-
-@triton.jit
-def by_lane(values, SIZE: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """The largest of what each lane holds, [32]: NEIGHBOURS side by side, of SIZE for one warp."""
-    lanes = tl.reshape(values, [SIZE // (LANES * NEIGHBOURS), LANES, NEIGHBOURS])
-    return tl.max(tl.max(lanes, 0), 1)
-
-
-@triton.jit
-def largest_of(values, SIZE: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """The largest of SIZE float32, held as `by_lane` says."""
-    return from_ordered(tl.max(ordered_bits(by_lane(values, SIZE, NEIGHBOURS)), 0))
-
-
-@triton.jit
 def append_tile(top, total, bad, m, mass):
     """(exponent, mass, whether a bad tile was seen) of a leaf with its next tile merged in."""
     larger = tl.maximum(top, m)
     point = tl.where(larger == float("-inf"), 0.0, larger)
-    kept = total >> tl.minimum(point - top, 62.0).to(tl.int32).to(tl.int64)
-    added = mass >> tl.minimum(point - m, 62.0).to(tl.int32).to(tl.int64)
+    kept = total >> tl.minimum(point - top, 62.0).to(tl.int64)
+    added = mass >> tl.minimum(point - m, 62.0).to(tl.int64)
     return larger, kept + added, bad | (mass < 0)
 
 
@@ -228,70 +175,23 @@ def unpack_id(packed):
 
 
 @triton.jit
-def split_four(values, SIZE: tl.constexpr):
-    """Four tensors [SIZE / 4]: the first, second, third and fourth of every four neighbours."""
-    even, odd = tl.split(tl.reshape(values, [SIZE // 4, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def largest_of_four(scores, SIZE: tl.constexpr):
-    """The largest of every four neighbours, [SIZE / 4]."""
-    first, second, third, fourth = split_four(scores, SIZE)
-    return tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
-
-
-@triton.jit
-def may_win(
-    largest, first, scale, point, best, seed, position, round_key, stream, SIZE: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-):  # fmt: skip
-    """Whether an id of SIZE consecutive ones from `first`, a multiple of 4, could beat `best`.
-
-    largest: `largest_of_four` of their scores, of which those past the vocabulary may be anything.
-    Never false for the winner; weights may be less than the scores say.
-    """
-    calls, _, _, _ = split_four(tl.arange(0, SIZE), SIZE)  # lies as `largest` does
-    w0, w1, w2, w3 = philox(seed, (calls >> 2) + (first >> 2), position, round_key, stream)
-    least = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)).to(tl.float32)
-    bar = unpack_rate(best) * LEAST_UNIFORM
-    weights = exp2(tl.minimum(tl.fma(largest, scale, -point), 64.0))  # finite past the vocabulary
-    excess = tl.fma(least, -bar, weights)
-    return tl.max((by_lane(excess, SIZE // 4, NEIGHBOURS // 4) > 0).to(tl.int32), 0) == 1
-
-
-@triton.jit
-def race(weights, words, ids, best, ROWS: tl.constexpr, RUN: tl.constexpr):
-    """The better of `best` (a packed rate) and the winner of the race among ids, [ROWS, RUN].
+def race(weights, words, ids, best, seed, position, round_key, stream):
+    """The better of `best` (a packed rate) and the winner of the race among ids.
 
     weights: any sign, those <= 0 never win; words: the ids' random words. The lowest id wins a tie.
-    Each thread's best bound has its logarithm taken, until no bound is left above the best rate.
     """
     # w / u > best, without dividing: u is a multiply-add of the word (its cap cannot matter here).
     bar = unpack_rate(best) * (1.0 / BOUND_SLACK)
     over = weights > tl.fma(words.to(tl.float32), bar * UNIFORM_SCALE, bar * UNIFORM_SHIFT)
     if tl.max(over.to(tl.int32)) == 1:
         bounds = tl.where(over, weights * reciprocal(uniform(words)), 0.0)
-        bounds = tl.reshape(bounds, [ROWS, RUN // 4, 4])
-        lane_words = tl.reshape(words, [ROWS, RUN // 4, 4])
-        lane_ids = tl.reshape(ids, [ROWS, RUN // 4, 4])
-        top = tl.max(tl.max(bounds, 2), 0)
-        left = True
-        while left:
-            token = tl.where(bounds == top[None, :, None], lane_ids, NO_ID)
-            token = tl.min(tl.min(token, 2), 0)
-            own = lane_ids == token[None, :, None]
-            u = uniform(tl.max(tl.max(tl.where(own, lane_words, 0), 2), 0))
-            rates = (top * tl.div_rn(u, exponential(u))).to(tl.int32, bitcast=True)
-            rate = tl.max(rates, 0)
-            winner = tl.min(tl.where(rates == rate, token, NO_ID), 0)
-            rate = rate.to(tl.float32, bitcast=True)
-            best = tl.maximum(best, tl.where(rate > 0, pack_rate(rate, winner), 0))
-            bounds = tl.where(own, 0.0, bounds)
-            top = tl.max(tl.max(bounds, 2), 0)
-            left = tl.max((top * BOUND_SLACK > unpack_rate(best)).to(tl.int32), 0) == 1
+        top = tl.max(bounds)
+        while top * BOUND_SLACK > unpack_rate(best):
+            token = tl.min(tl.where(bounds == top, ids, NO_ID))
+            u = uniform_at(seed, token, position, round_key, stream)
+            best = tl.maximum(best, pack_rate(top * tl.div_rn(u, exponential(u)), token))
+            bounds = tl.where(ids == token, 0.0, bounds)
+            top = tl.max(bounds)
     return best
 
 
@@ -306,7 +206,8 @@ def race_tile(
         ids = tile_ids(start, RACE_ROWS, RUN)
         scores = load_scores(row, ids, stride, vocab_size, threshold, FILTERED)
         words = words_tile(seed, start, position, round_key, stream, RACE_ROWS, RUN)
-        best = race(weigh(scores, scale, point), words, ids, best, RACE_ROWS, RUN)
+        weights = weigh(scores, scale, point)
+        best = race(weights, words, ids, best, seed, position, round_key, stream)
     return best
 
 
@@ -317,73 +218,42 @@ def tiles_of(leaf, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _score_tile(
-    scores, row, first, stride, vocab_size, threshold, scale, argmaxes, races, top, total, bad,
-    best, seed, position, round_key, stream, FILTERED: tl.constexpr, RACES: tl.constexpr,
-    TILE: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """(top, total, bad, best) of a leaf with the tile of scores from `first` merged in."""
-    neighbours: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
-    scores = filtered(scores, threshold, FILTERED)
-    largest = largest_of_four(scores, TILE)
-    m, point = exponent_of_largest(largest_of(largest, TILE // 4, neighbours // 4), scale)
-    mass = tile_mass(weigh(scores, scale, point), TILE)
-    larger, total, bad = append_tile(top, total, bad, m, mass)
-    if RACES:
-        if argmaxes:
-            best = tl.maximum(best, argmax(scores, first + tl.arange(0, TILE)))
-        elif races:
-            point = tl.where(larger == float("-inf"), 0.0, larger)
-            best = rescaled(best, top - point)
-            best = race_tile(
-                row, first, stride, vocab_size, threshold, scale, point, best, seed, position,
-                round_key, stream, FILTERED, TILE, RUN,
-            )  # fmt: skip
-    return larger, total, bad, best
-
-
-@triton.jit
 def score_leaf(
     row, leaf, stride, vocab_size, threshold, scale, argmaxes, races, seed, position, round_key,
     stream, FILTERED: tl.constexpr, RACES: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """One leaf of a row of scores: (m, mass or -1, packed winner or 0).
 
-    The winner is of the race, with rates on the scale 2^m, or the argmax, as the flags say.
+    The winner is of the race, with rates on the scale 2^m, or the argmax, as the flags say. The
+    next tile is read before this one is used.
     """
+    lanes = tl.arange(0, TILE)
     first = leaf * (LEAF_TILES * TILE)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros_like(seed)
     bad = total < 0
     best = tl.zeros_like(seed)
-    count = tiles_of(leaf, vocab_size, TILE)
     if RACES:
         best = tl.where(argmaxes, LOWEST, best)
-        following = read_scores(row, first + tl.arange(0, TILE), stride, vocab_size)
-        for _ in range(0, count):  # registers are full: one tile is asked for ahead
-            scores = following
-            following = read_scores(row, first + TILE + tl.arange(0, TILE), stride, vocab_size)
-            top, total, bad, best = _score_tile(
-                scores, row, first, stride, vocab_size, threshold, scale, argmaxes, races, top,
-                total, bad, best, seed, position, round_key, stream, FILTERED, True, TILE, RUN,
-            )  # fmt: skip
-            first += TILE
-    else:
-        whole = tl.minimum(LEAF_TILES, (vocab_size - first) // TILE)
-        for _ in tl.range(0, whole, num_stages=STAGES):
-            ids = first + tl.arange(0, TILE)
-            scores = tl.load(row + ids.to(tl.int64) * stride)
-            top, total, bad, best = _score_tile(
-                scores, row, first, stride, vocab_size, threshold, scale, argmaxes, races, top,
-                total, bad, best, seed, position, round_key, stream, FILTERED, False, TILE, RUN,
-            )  # fmt: skip
-            first += TILE
-        if whole < count:
-            scores = read_scores(row, first + tl.arange(0, TILE), stride, vocab_size)
-            top, total, bad, best = _score_tile(
-                scores, row, first, stride, vocab_size, threshold, scale, argmaxes, races, top,
-                total, bad, best, seed, position, round_key, stream, FILTERED, False, TILE, RUN,
-            )  # fmt: skip
+    following = read_scores(row, first + lanes, stride, vocab_size)
+    for _ in range(0, tiles_of(leaf, vocab_size, TILE)):
+        scores = filtered(following, threshold, FILTERED)
+        following = read_scores(row, first + TILE + lanes, stride, vocab_size)
+        m, point = exponent_of(scores, scale)
+        mass = exact_mass(weigh(scores, scale, point), TILE)
+        larger, total, bad = append_tile(top, total, bad, m, mass)
+        if RACES:
+            if argmaxes:
+                best = tl.maximum(best, argmax(scores, first + lanes))
+            elif races:
+                best = rescaled(best, top - tl.where(larger == float("-inf"), 0.0, larger))
+                best = race_tile(
+                    row, first, stride, vocab_size, threshold, scale,
+                    tl.where(larger == float("-inf"), 0.0, larger), best, seed, position,
+                    round_key, stream, FILTERED, TILE, RUN,
+                )  # fmt: skip
+        top = larger
+        first += TILE
     return top, tl.where(bad, -1, total), best
 
 
@@ -399,12 +269,6 @@ def ordered_bits(score):
     """int32 whose order is that of float32 scores; -0 and 0 are equal."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def from_ordered(ordered):
-    """The float32 score of its `ordered_bits`."""
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class Search:
 _JUDGE = {"sm_90": Launch(1, max_registers=96), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
 _CLOSE = {
-    "sm_90": Launch(1, rows=8, per_program=8, min_programs=512, early=True),
+    "sm_90": Launch(1, rows=4, per_program=8, min_programs=512, early=True),
     "cpu": Launch(16, rows=4),
 }
 _CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
