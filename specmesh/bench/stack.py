@@ -28,6 +28,7 @@ from specmesh.launcher import LOOPBACK, Ports, ServiceCommand, Stack, StackOptio
 DRAFT_POLL_S = 0.2
 FIRST_REQUEST_TIMEOUT_S = 300.0
 FIRST_TOKENS = 8
+HELD_TOKENS = 4096  # of a stream that is not to end within its window
 LONGER_WARM_UP = 4.0  # times the warm-up, where streams were not live after it
 TRACED_STREAMS = 4  # of those that are live, about how many are traced
 TRACE_EVERY = 4  # with few streams: one request in so many
@@ -208,9 +209,11 @@ class StackBench:
                 first_prompt=first_prompt,
                 options=GenerateOptions(
                     temperature=case.temperature,
-                    max_tokens=self._limits.max_tokens,
+                    max_tokens=HELD_TOKENS if case.is_long else self._limits.max_tokens,
                     num_draft_tokens=case.num_draft_tokens,
+                    ignore_eos=case.is_long,
                 ),
+                holds=case.is_long,
                 num_streams=case.concurrency,
                 warm_up_s=warm_up_s,
                 window_s=self._limits.window_s,

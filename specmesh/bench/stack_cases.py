@@ -25,7 +25,8 @@ class Case:
     """One load against the stack.
 
     num_draft_tokens: None leaves it to the policy, 0 is plain decoding. is_long: prompts of a given
-    length in place of the chat prompts as they are. draft: label of the draft, "" for the first.
+    length in place of the chat prompts as they are, and streams that outlast the window: decoding
+    alone. draft: label of the draft, "" for the first.
     """
 
     concurrency: int

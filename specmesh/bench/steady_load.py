@@ -41,8 +41,9 @@ class Load:
 
     prompts: token ids; slot i begins with prompt first_prompt + i, and requests go round. The first
     request of each slot is cut short by its share, so that later ones do not all begin and end
-    together. trace_every: of the requests, every how many is traced; key: tells traces of one run
-    apart.
+    together; with holds, each slot has one stream, meant to outlast the window, so that decoding
+    alone is measured. trace_every: of the requests, every how many is traced; key: tells traces of
+    one run apart.
     """
 
     address: str
@@ -54,6 +55,7 @@ class Load:
     first_prompt: int = 0
     trace_every: int = 4
     key: int = 0
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ async def _slot(stub: Any, load: Load, slot: int, ends_s: float, streams: list[S
             return
         number = slot + turn * load.num_streams
         options = load.options
-        if turn == 0 and options.max_tokens is not None:
+        if turn == 0 and options.max_tokens is not None and not load.holds:
             share = (slot + 1) / load.num_streams
             options = replace(options, max_tokens=max(2, round(options.max_tokens * share)))
         request = options.request(

@@ -327,6 +327,9 @@ def test_slots_open_the_next_stream_and_first_ones_are_cut_short() -> None:
     assert {request.max_tokens for request in script.requests[3:]} == {30}
     assert 4 in {request.tokens.token_ids[0] for request in script.requests[3:]}
     script = Script()
+    streams_of(script, holds=True)
+    assert {request.max_tokens for request in script.requests} == {30}  # none is cut short
+    script = Script()
     streams_of(script, first_prompt=2)
     assert {r.tokens.token_ids[0]: r.max_tokens for r in script.requests[:3]} == {
         3: 10,
