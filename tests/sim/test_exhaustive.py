@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.specmesh.v1 import session_pb2, target_pb2
+from specmesh.ledger import Ledger
 from tests.sim.bugs import resume_from_nothing
 from tests.sim.caller import RULES
 from tests.sim.explore import explore, small_run
@@ -22,6 +23,22 @@ def test_one_fault_at_every_step(k: int, place: str) -> None:
     assert found.failures == []
     assert set(found.faults) == {"none", *FAULTS}
     assert found.num_runs > 100
+
+
+def test_small_runs_have_every_kind_of_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is explored accepts all, some and none of the candidates, and goes on after each."""
+    settled: set[tuple[int, int]] = set()
+    settle = Ledger.settle
+
+    def recorded(self: Ledger, num_accepted: int) -> None:
+        settled.add((self.num_pending, num_accepted))
+        settle(self, num_accepted)
+
+    monkeypatch.setattr(Ledger, "settle", recorded)
+    for rule, k in (("coupled", 1), ("coupled", 2), ("residual", 2), ("residual", 1)):
+        found = explore(*small_run(rule, k, "target"), num_faults=0, after_fault=False)
+        assert found.failures == []
+    assert settled >= {(1, 0), (1, 1), (2, 0), (2, 1)}
 
 
 def test_every_order_without_faults() -> None:
