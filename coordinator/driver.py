@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 TOKEN_ALLOWANCE_S = 0.02
 LATE_FACTOR = 5.0  # how many proposal deadlines a late draft keeps its session for
 # Far more than answers, DEFERRED, repeats, timers, placements and losses of both sides together.
-MAX_WAITING_EVENTS = 256
+MAX_WAITING_EVENTS = 512
 
 
 class Sink(Protocol):

@@ -312,7 +312,7 @@ class SessionPlan:
     with_logprobs: bool = False
     num_draft_tokens: int | None = None
     max_num_draft_tokens: int = 8
-    plain_steps: int = 64
+    plain_steps: int = 256
     audit_ratio: float = 0.0
     parallel_prefill: bool | None = None
     max_round_retries: int = 3

@@ -49,7 +49,7 @@ def _split(value: Any) -> Any:
 # A list of strings; in the environment and in flags comma-separated.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
-MAX_PLAIN_STEPS = 64  # tokens per command: no coordinator asks for more, every target grants them
+MAX_PLAIN_STEPS = 256  # tokens per command: no coordinator asks for more, every target grants them
 NESTING = "__"  # SPECMESH_TARGET_ENGINE__NUM_PAGES
 
 

@@ -40,11 +40,11 @@ from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, Field
 from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
 from specmesh.errors import NumericFault
-from target_service.verifier import Verifying, answer
+from target_service.verifier import MAX_CHAIN, Verifying, answer
 
 MAX_STOP_IDS = 16  # a session with more is decided by the role
 ID_BUCKETS = (256, wire.MAX_SPARSE_IDS)
-PASS_COUNTS = (1, 4, 8)  # chains of plain decoding; longer ones would keep others waiting
+PASS_COUNTS = (1, 4, MAX_CHAIN)  # chains of plain decoding
 MOST = 0.75  # of the sessions in a step: as many can use a chain to its end
 UNUSED = -1  # num_candidates of a sequence that the device does not decide
 
@@ -193,8 +193,10 @@ class DeviceVerifier:
         )
 
     def num_wanted(self, task: Task) -> int:
-        """Tokens of plain decoding still to come; one pass for a round with candidates."""
+        """Tokens of plain decoding still to come; 0 for a round with candidates."""
         verifying: Verifying = task.role_state
+        if verifying.candidates.tokens:
+            return 0
         return max(1, verifying.num_steps - verifying.steps_done)
 
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
@@ -202,9 +204,10 @@ class DeviceVerifier:
 
         Sessions that have steps left come back at every chain's end; those between commands wait
         for one chain at most. One pass where that would be most of all sessions: their commands
-        come one by one, and the batch would fall into parts that each read all weights.
+        come one by one, and the batch would fall into parts that each read all weights. One pass
+        too where a round with candidates is among them: its coordinator waits.
         """
-        if 2 * len(wanted) < num_holders:
+        if 2 * len(wanted) < num_holders or not all(wanted):
             return 1
         served = sorted(wanted, reverse=True)[math.ceil(MOST * len(wanted)) - 1]
         return max(count for count in PASS_COUNTS if count <= served)

@@ -30,6 +30,8 @@ from specmesh.telemetry import TARGET_FORWARD, VERIFY, Key
 from target_service.candidates import Candidates, RedrawCheck
 
 Verdict = target_pb2.Verdict
+MAX_CHAIN = 8  # steps of plain decoding in one part of an answer: more would keep others waiting
+STEPS_AHEAD = 64  # steps that a command has pages for
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class VerifierOptions:
 
     vocab_size: int
     max_num_draft_tokens: int = 8
-    max_plain_steps: int = 64
+    max_plain_steps: int = 256
     max_message_bytes: int = 64 << 20
 
 
@@ -166,7 +168,8 @@ class Verifier:
         tokens = verifying.candidates.tokens
         task.fed = list(tokens)
         task.num_rows = len(tokens) + 1
-        task.reserve_len = task.base_len + len(tokens) + verifying.num_steps - 1
+        steps = min(verifying.num_steps, STEPS_AHEAD)
+        task.reserve_len = task.base_len + len(tokens) + steps - 1
         if tokens:
             task.session.ledger.begin_round(len(tokens))
 
@@ -338,6 +341,8 @@ def answer(
     verifying.steps_done += num_steps
     is_last = verifying.steps_done >= verifying.num_steps
     goes_on = not is_last and last_token not in task.session.shaper.stop_ids
+    if goes_on:
+        _reserve_ahead(task, verifying.num_steps - verifying.steps_done)
 
     def placed() -> Verdict:
         verdict = make()
@@ -345,6 +350,17 @@ def answer(
         return verdict
 
     return placed() if is_last else Part(placed, goes_on)
+
+
+def _reserve_ahead(task: Task, steps_left: int) -> None:
+    """Ask for the pages of later steps, where the next chain would not fit into those it has.
+
+    A long command does not hold from its beginning what it may need at its end.
+    """
+    confirmed_len = task.session.ledger.confirmed_len
+    if confirmed_len + min(steps_left, MAX_CHAIN) - 1 > task.reserve_len:
+        task.reserve_len = confirmed_len + min(steps_left, STEPS_AHEAD) - 1
+        task.is_reserved = False
 
 
 def _closing(decision: reference.Decision, num_candidates: int) -> target_pb2.Closing:

@@ -169,7 +169,7 @@ class ProgramExecutor:
             return [1] * len(segments)
         wanted = [side.num_wanted(segment.task) for segment in segments]
         chain = side.chain_len(wanted, num_holders)
-        return [min(count, chain) for count in wanted]
+        return [max(1, min(count, chain)) for count in wanted]
 
     def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
         buckets, side, segments = self._buckets, self._side, launch.segments

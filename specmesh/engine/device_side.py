@@ -37,7 +37,7 @@ class DeviceSide(Protocol):
         """Whether the device decides this task; the role does otherwise."""
 
     def num_wanted(self, task: Task) -> int:
-        """Passes that the task can use in a row, at least 1."""
+        """Passes that the task can use in a row; 0: one, whose answer should not wait for more."""
 
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
         """Passes of a step whose sessions can use `wanted` each; one of the captured lengths.

@@ -139,7 +139,7 @@ def test_no_target_can_be_set_to_refuse_what_a_coordinator_can_be_set_to_ask() -
     """Tokens a plain-decoding command asks for and grants: a target that grants fewer would fail
     every request without a draft, in the caller's name."""
     with pytest.raises(ConfigError, match="max_plain_steps"):
-        load_settings(TargetSettings, ["--engine.model", "/m", "--max-plain-steps", "63"])
+        load_settings(TargetSettings, ["--engine.model", "/m", "--max-plain-steps", "255"])
     with pytest.raises(ValueError, match="plain_steps"):
-        SpeculationSettings(plain_steps=65)
-    assert SpeculationSettings(plain_steps=64).plain_steps == 64
+        SpeculationSettings(plain_steps=257)
+    assert SpeculationSettings(plain_steps=256).plain_steps == 256

@@ -252,6 +252,7 @@ def verifier() -> DeviceVerifier:
         ([7] * 4, 4, 4),
         ([3] * 4, 4, 1),
         ([1, 1, 1, 64], 4, 1),
+        ([64] * 63 + [0], 64, 1),  # a round with candidates is awaited
     ],
 )
 def test_chains_serve_most_sessions(wanted: list[int], num_holders: int, length: int) -> None:
@@ -346,6 +347,25 @@ def test_a_stop_where_the_steps_end_is_told_as_their_end() -> None:
     for tokens in ([2, 5, 1, 1], [2, 3, 4, 1]):
         assert isinstance(Chained(steps=4, stop_ids=[5]).commit(tokens), target_pb2.Verdict)
         assert isinstance(Chained(steps=5, stop_ids=[5]).commit(tokens), Part)
+
+
+def test_a_long_command_has_pages_for_its_next_chain_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for more when a chain would not fit into those it has, and never past its end."""
+    monkeypatch.setattr("target_service.verifier.STEPS_AHEAD", 16)
+    chained, start = Chained(steps=30), len(PROMPT)
+    task = chained.task
+    Verifier(VerifierOptions(VOCAB, 8, 64), RedrawCheck(1.0)).begin(task)
+    task.is_reserved = True
+    assert task.reserve_len == start + 15
+    chained.commit([1] * 8)
+    assert (task.reserve_len, task.is_reserved) == (start + 15, True)  # eight more fit
+    chained.commit([1] * 4)
+    assert (task.reserve_len, task.is_reserved) == (start + 12 + 15, False)
+    task.is_reserved = True
+    chained.commit([1] * 8)
+    assert (task.reserve_len, task.is_reserved) == (start + 27, True)
+    chained.commit([1] * 4)
+    assert (task.reserve_len, task.is_reserved) == (start + 29, False)  # all that is left
 
 
 def test_a_fault_before_the_stop_fails_the_chain() -> None:
