@@ -72,16 +72,17 @@ async def test_a_part_is_sent_at_every_pass_and_says_what_it_took() -> None:
     assert waited == pytest.approx(sum(part.timing.queue_us for part in parts) * 1e-6)
 
 
-async def test_a_long_command_takes_its_pages_as_it_goes() -> None:
+async def test_a_long_command_takes_its_pages_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """More steps than pages are reserved for at once: all tokens come, and pages with them."""
+    monkeypatch.setattr("target_service.verifier.STEPS_AHEAD", 12)
     async with running("target", PrefixDecoder(VOCAB)) as service, linked(service) as link:
-        script = Script("target", "s", list(PROMPT), max_len=256)
+        script = Script("target", "s", list(PROMPT), max_len=128)
         await link.call(script.open())
-        await link.send(script.verify(steps=150))
+        await link.send(script.verify(steps=60))
         parts = await parts_of(link)
     allocated = [part.after.allocated_len for part in parts]
-    assert sum(len(part.verdict.tokens) for part in parts) == 150
-    assert allocated[0] < len(PROMPT) + 80 < len(PROMPT) + 149 <= allocated[-1]
+    assert sum(len(part.verdict.tokens) for part in parts) == 60
+    assert allocated[0] < len(PROMPT) + 20 < len(PROMPT) + 59 <= allocated[-1]
 
 
 @pytest.mark.parametrize("steps", [1, 8, 64])
