@@ -25,8 +25,8 @@ SHARED_WEIGHT = 16.0  # how many own candidates outweigh what other requests sho
 SLOPE_WEIGHT = 0.5  # of the assumed slope of a line, in observations one token apart
 FIRST_TRIES = (4, 2, 4, 1)  # candidates of the first rounds: several lengths give a slope
 FIRST_PLAIN_ROUNDS = 2
-RETRY_ROUNDS = 256  # own rounds after which the other way (k = 0 or k > 0) is measured again
-LONGER_ROUNDS = 32  # own rounds after which one candidate more than the best is measured
+RETRY_ROUNDS = 256  # own choices after which the other way (k = 0 or k > 0) is measured again
+LONGER_ROUNDS = 32  # own choices after which one candidate more than the best is measured
 # Judged candidates that make a rate well known; with fewer, it is measured again sooner.
 WELL_KNOWN = 40.0
 RETRY_TOKENS = 2
@@ -262,7 +262,7 @@ class SharedPolicy:
         return costs
 
     def next_phase(self) -> int:
-        """Own rounds that a new session counts as already run."""
+        """Own choices that a new session counts as already made."""
         self._num_started += 1
         return (self._num_started - 1) * PHASE_STEP % RETRY_ROUNDS
 
@@ -322,6 +322,8 @@ class SessionPolicy:
         shared.observe(sample, None if self._seen_at is None else shared.num_rounds - self._seen_at)
         self._seen_at = shared.num_rounds - 1
         self._own.add(sample.num_judged, sample.num_accepted)
+        if sample.is_later_part:  # nothing was chosen: the command goes on
+            return
         is_longer = self._kept is not None and k > self._kept > 0
         self._since_longer = 0 if is_longer else self._since_longer + 1
         self._since_draft = 0 if k else self._since_draft + 1

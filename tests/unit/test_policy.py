@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -97,6 +98,16 @@ def test_useless_draft_is_left_alone_and_tried_again() -> None:
         own.observe(sample(0, 0, verify=10, manage=0.0))
     assert own.choose(4) > 0
     own.observe(sample(2, 0))
+    assert own.choose(4) == 0
+
+
+def test_parts_that_follow_by_themselves_are_no_choices() -> None:
+    """Only what was asked for counts towards the next trial: a trial while many sessions decode
+    plainly costs all of them their long chains."""
+    own = settled([0.01, 0.01], draft=1, verify=10, plain=10)
+    part = replace(sample(0, 0, verify=10, manage=0.0), is_later_part=True)
+    for _ in range(RETRY_ROUNDS):
+        own.observe(part)
     assert own.choose(4) == 0
 
 
