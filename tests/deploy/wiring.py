@@ -169,7 +169,7 @@ def _ray(objects: Sequence[Object], cluster: Object, settings: Any) -> Iterator[
         for each in of_kind(objects, "ConfigMap")
         if each["metadata"]["name"].startswith("coordinator-ray-")
     )
-    ray = {key: value for key, value in ray_map.items() if key.startswith("RAY_")}
+    ray = {key: value for key, value in ray_map.items() if key.startswith(("RAY_", "GRPC_"))}
     if ray != {**RAY_ENVIRONMENT, "RAY_LOG_TO_STDERR": "1"}:
         yield "RayService: Ray's environment is not that of coordinator.app"
     for spec in (cluster["headGroupSpec"], group):

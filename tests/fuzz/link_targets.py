@@ -70,7 +70,7 @@ class LinkTarget:
         cache: Any = PrefixCache(NUM_PAGES, PAGE_SIZE)
         role: Any = Proposer(max_num_draft_tokens=8)
         if not is_draft:
-            options = VerifierOptions(VOCAB_SIZE, 8, 64, 1 << 20)
+            options = VerifierOptions(VOCAB_SIZE, 8, max_message_bytes=1 << 20)
             check = RedrawCheck(1.0, self._metrics.redraw_mismatches.inc)
             role = Verifier(options, check)
         self._engine = Engine(

@@ -10,7 +10,7 @@ from draft_service.service import SERVICE_NAME as DRAFT_NAME
 from draft_service.service import DraftServicer
 from protos.specmesh.v1 import draft_pb2, draft_pb2_grpc, session_pb2, target_pb2, target_pb2_grpc
 from specmesh import rpc
-from specmesh.config import TelemetrySettings
+from specmesh.config import MAX_PLAIN_STEPS, TelemetrySettings
 from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.commands import Observers
 from specmesh.engine.executor import Device
@@ -89,7 +89,7 @@ async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None)
         role = Proposer(max_num_draft_tokens=8)
         response_type = draft_pb2.DraftServiceLinkResponse
     else:
-        options = VerifierOptions(vocab_size, 8, 64, setup.max_message_bytes)
+        options = VerifierOptions(vocab_size, 8, MAX_PLAIN_STEPS, setup.max_message_bytes)
         role = Verifier(options, RedrawCheck(setup.redraw_ratio, metrics.redraw_mismatches.inc))
         response_type = target_pb2.TargetServiceLinkResponse
     engine = Engine(

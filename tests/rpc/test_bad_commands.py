@@ -8,6 +8,7 @@ import torch
 from kernels.streams import Purpose
 from protos.specmesh.v1 import draft_pb2, session_pb2, target_pb2
 from specmesh import wire
+from specmesh.config import MAX_PLAIN_STEPS
 from tests.rpc.fake_model import PrefixDecoder
 from tests.rpc.peers import (
     AT_COORDINATOR,
@@ -110,7 +111,7 @@ BAD_VERIFY = {
     "no rows": ({"candidates": [1]}, "distributions"),
     "placement": ({"decide_at": 9}, "decide_at"),
     "no steps": ({"num_steps": 0}, "num_steps"),
-    "many steps": ({"num_steps": 65}, "num_steps"),
+    "many steps": ({"num_steps": MAX_PLAIN_STEPS + 1}, "num_steps"),
     "steps of rows": ({"num_steps": 2, "decide_at": AT_COORDINATOR}, "num_steps"),
     "many candidates": ({"candidates": [1] * 9}, "candidates"),
 }
