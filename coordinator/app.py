@@ -17,7 +17,7 @@ from typing import Any
 
 from specmesh.config import CoordinatorSettings, RaySettings, settings_from_environment
 from specmesh.errors import ConfigError
-from specmesh.rpc import GRPC_EXPERIMENTS
+from specmesh.rpc import GRPC_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ RAY_ENVIRONMENT = {
     # completion queue, so with two of them each event wakes both and may change threads.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # Serve makes a gRPC server before a replica's own code is imported.
-    GRPC_EXPERIMENTS[0]: GRPC_EXPERIMENTS[1],
+    **GRPC_ENVIRONMENT,
 }
 EXTRA_DRAIN_S = 10.0  # beyond the grace, for streams and exporters to close
 

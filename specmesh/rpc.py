@@ -46,8 +46,9 @@ from specmesh.errors import (
 # gRPC reads this when the first channel or server is made. Without its event engine, the thread
 # that waits for completions polls the sockets itself: one change of threads less a message (an echo
 # after 5 idle ms: 0.41 in place of 0.54 ms). What the operator has set stays.
-GRPC_EXPERIMENTS = ("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
-os.environ.setdefault(*GRPC_EXPERIMENTS)
+GRPC_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
+for _name, _value in GRPC_ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 logger = logging.getLogger(__name__)
 aio_health: Any = health.aio  # type: ignore[attr-defined]  # missing from its stub

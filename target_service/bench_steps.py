@@ -66,25 +66,21 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda")
     decoder = steps.load(options.model, device, invariant=not options.library)
     side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, device)
+    cases = [case for case in _cases(options.model) if steps.is_wanted(case, options.only)]
     reports: list[dict[str, Any]] = []
-    for case in _cases(options.model):
-        if steps.is_wanted(case, options.only):
-            reports.append(
-                steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
-            )
-            gc.collect()
-            torch.cuda.empty_cache()
+    for case in cases:
+        reports.append(
+            steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
     del decoder, side
     gc.collect()
     torch.cuda.empty_cache()
     if options.baseline:
         by_shape = {
             (case.shape.num_seqs, case.shape.max_query_len): report
-            for case, report in zip(
-                [c for c in _cases(options.model) if steps.is_wanted(c, options.only)],
-                reports,
-                strict=True,
-            )
+            for case, report in zip(cases, reports, strict=True)
         }
         for key, measured in steps.transformers_steps(
             options.model, list(by_shape), steps.CONTEXT, device

@@ -22,6 +22,7 @@ from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh import wire
+from specmesh.config import MAX_PLAIN_STEPS
 from specmesh.engine.role import Finished, Part, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
@@ -57,7 +58,7 @@ class VerifierOptions:
 
     vocab_size: int
     max_num_draft_tokens: int = 8
-    max_plain_steps: int = 256
+    max_plain_steps: int = MAX_PLAIN_STEPS
     max_message_bytes: int = 64 << 20
 
 

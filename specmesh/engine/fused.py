@@ -130,11 +130,8 @@ class PagedAttention:
         """See `step_attention.StepAttention`."""
         spec, pool = self.spec, self.cache.pools[layer_index]
         longest = max(group.batch.max_query_len for group in self.groups)
-        if (
-            norms is None
-            and self._pays_in_one_launch(longest)
-            and (fits(spec.num_heads, pool[0], longest))
-        ):
+        is_one_launch = norms is None and self._pays_in_one_launch(longest)
+        if is_one_launch and fits(spec.num_heads, pool[0], longest):
             return self._attend_fresh(project, x, layer_index)
         qkv = project(x)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
