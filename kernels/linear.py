@@ -114,32 +114,24 @@ def _sum_chunk(
     num_rows, width, depth, first_k, last_k, stride_xk, stride_wk,
     SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, ORDERED: tl.constexpr,
-    PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's sums from zero: (gate, up) of BLOCK_M rows, then of MORE_M; unused ones are 0.
-
-    PAIRED: gate holds the columns of both, gate's first, as one product makes them.
-    """
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
+    """One chunk's sums from zero: (gate, up) of BLOCK_M rows, then of MORE_M; unused ones are 0."""
     depths = tl.arange(0, BLOCK_K)[None, :]
     live_rows = first_row + tl.arange(0, BLOCK_M)[:, None] < num_rows
     live_columns = first_column + tl.arange(0, BLOCK_N)[:, None] < width
-    gate = _zeros(BLOCK_M, COLUMNS, TURNED)
+    gate = _zeros(BLOCK_M, BLOCK_N, TURNED)
     up, more_gate, more_up = gate, gate, gate
     if MORE_M:
         first_more = first_row + BLOCK_M
         live_more = first_more + tl.arange(0, MORE_M)[:, None] < num_rows
-        more_gate = _zeros(MORE_M, COLUMNS, TURNED)
+        more_gate = _zeros(MORE_M, BLOCK_N, TURNED)
         more_up = more_gate
     for k in range(first_k, last_k, BLOCK_K):
         left = depths < depth - k
-        if PAIRED:
-            b = weight_tiles.load([0, first_column, k]).reshape(COLUMNS, BLOCK_K)
-        else:
-            b = _tile(weight_tiles, weight_at, first_column, k, stride_wk, live_columns, left, EVEN)
+        b = _tile(weight_tiles, weight_at, first_column, k, stride_wk, live_columns, left, EVEN)
         a = _tile(x_tiles, x_at, first_row, k, stride_xk, live_rows, left, EVEN)
         gate = _product(a, b, gate, TURNED, ORDERED)
-        if SWIGLU and not PAIRED:
+        if SWIGLU:
             c = _tile(
                 weight_tiles, up_at, first_column + width, k, stride_wk, live_columns, left, EVEN
             )
@@ -147,7 +139,7 @@ def _sum_chunk(
         if MORE_M:
             d = _tile(more_tiles, more_at, first_more, k, stride_xk, live_more, left, EVEN)
             more_gate = _product(d, b, more_gate, TURNED, ORDERED)
-            if SWIGLU and not PAIRED:
+            if SWIGLU:
                 more_up = _product(d, c, more_up, TURNED, ORDERED)
     return gate, up, more_gate, more_up
 
@@ -157,11 +149,8 @@ def _put(
     gate, up, bias, residual, out, partials, first_row, first_column, chunk, num_rows, width,
     stride_residual, stride_out,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr,
-    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums to `partials` where there is such, else through the end to `out`."""
-    if PAIRED:
-        gate, up = tl.split(tl.permute(tl.reshape(gate, [2, BLOCK_N, ROWS]), (1, 2, 0)))
     if TURNED:
         gate, up = tl.trans(gate), tl.trans(up)
     rows = (first_row + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -203,7 +192,7 @@ def _linear_kernel(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr, ONE_CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr, TURNED: tl.constexpr, ORDERED: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, EARLY: tl.constexpr, PAIRED: tl.constexpr,
+    THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles fastest, then column tiles; chunks if SPLIT, else 1)."""
     SWIGLU: tl.constexpr = ACTIVATION == "swiglu"
@@ -237,7 +226,7 @@ def _linear_kernel(
         gate, up, more_gate, more_up = _sum_chunk(
             x_at, more_at, weight_at, up_at, x_tiles, more_tiles, weight_tiles, first_row,
             first_column, num_rows, width, depth, first_k, last_k, stride_xk, stride_wk,
-            SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED, PAIRED,
+            SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED,
         )  # fmt: skip
     else:
         gate = _zeros(BLOCK_M, BLOCK_N, TURNED)
@@ -258,7 +247,7 @@ def _linear_kernel(
                 x_at, more_at, weight_at, up_at, x_tiles, more_tiles, weight_tiles, first_row,
                 first_column, num_rows, width, depth, chunk_k, min(chunk_k + CHUNK_K, depth),
                 stride_xk, stride_wk,
-                SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED, False,
+                SWIGLU, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, EVEN, TURNED, ORDERED,
             )  # fmt: skip
             gate += own_gate
             if SWIGLU:
@@ -270,13 +259,13 @@ def _linear_kernel(
     chunk = tl.program_id(1)
     _put(
         gate, up, bias, residual, out, partials, first_row, first_column, chunk, num_rows, width,
-        stride_residual, stride_out, ACTIVATION, BLOCK_M, BLOCK_N, TURNED, PAIRED,
+        stride_residual, stride_out, ACTIVATION, BLOCK_M, BLOCK_N, TURNED,
     )  # fmt: skip
     if MORE_M:
         _put(
             more_gate, more_up, bias, residual, out, partials, first_row + BLOCK_M, first_column,
             chunk, num_rows, width, stride_residual, stride_out, ACTIVATION, MORE_M, BLOCK_N,
-            TURNED, PAIRED,
+            TURNED,
         )  # fmt: skip
 
 
@@ -333,14 +322,6 @@ def _descriptor(tensor: Tensor, block: int, step_k: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block, step_k])
 
 
-def _weight_tiles(weight: Tensor, block: int, step_k: int, paired: bool) -> TensorDescriptor:
-    """Tiles of `block` columns, or, for SwiGLU in one product, of as many of gate and of up."""
-    if not paired:
-        return _descriptor(weight, block, step_k)
-    halves = weight.view(2, weight.shape[0] // 2, weight.shape[1])
-    return TensorDescriptor(halves, list(halves.shape), list(halves.stride()), [2, block, step_k])
-
-
 def _can_describe(tensor: Tensor, block: int) -> bool:
     """Whether bulk copies may read tiles: rows on 16 bytes, and no tile wider than the tensor."""
     aligned = tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.stride(1) == 1
@@ -383,7 +364,6 @@ def launch_product(
         and _can_describe(weight, tiles.block_n)
         and (not swiglu or width % tiles.block_n == 0)
     )
-    paired = tiles.paired and swiglu and describe and num_chunks == 1
     describe_x = describe and not tiles.gathers and _can_describe(x, 1)
     step_k = tiles.block_k if depth % tiles.block_k == chunk % tiles.block_k == 0 else BLOCK_K
     early = launches_early(x.device)
@@ -396,14 +376,14 @@ def launch_product(
         x, weight,
         _descriptor(x, tiles.block_m, step_k) if describe_x else None,
         _descriptor(x, tiles.more_m, step_k) if describe_x and tiles.more_m else None,
-        _weight_tiles(weight, tiles.block_n, step_k, paired) if describe else None,
+        _descriptor(weight, tiles.block_n, step_k) if describe else None,
         bias, residual, out, partials,
         *x.stride(), *weight.stride(), 0 if residual is None else residual.stride(0), width,
         num_rows, width, depth,
         ACTIVATION=activation, BLOCK_M=tiles.block_m, MORE_M=tiles.more_m, BLOCK_N=tiles.block_n,
         BLOCK_K=step_k, CHUNK_K=chunk, ONE_CHUNK=num_chunks == 1, SPLIT=split,
         EVEN=depth % step_k == 0, TURNED=tiles.turned, ORDERED=tiles.ordered, AHEAD=ahead,
-        THREADS=32 * tiles.num_warps, EARLY=early, PAIRED=paired, num_warps=tiles.num_warps,
+        THREADS=32 * tiles.num_warps, EARLY=early, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages * tiles.block_k // step_k, launch_pdl=early,
     )  # fmt: skip
     return partials

@@ -32,8 +32,7 @@ class LinearTiles:
     columns of K a round of the loop takes, where they divide K and its chunks; else the contract's,
     with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
-    asked for before the kernel ahead has ended, a power of two. paired: one product makes gate and
-    up, for weights of one chunk that bulk copies read, turned.
+    asked for before the kernel ahead has ended, a power of two.
     """
 
     block_m: int
@@ -47,7 +46,6 @@ class LinearTiles:
     descriptors: bool = False
     gathers: bool = False
     ahead: int = 0
-    paired: bool = False
     ordered: bool = False
 
 

@@ -118,29 +118,6 @@ def test_a_rows_bits_ignore_rows_tiles_and_split(
     assert torch.equal(shuffled, expected[order])
 
 
-@pytest.mark.parametrize("rows", [3, 6])
-def test_gate_and_up_of_one_product_have_the_bits_of_two(
-    device: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`paired` tiles, which lay gate's and up's columns side by side: equal bits, rows cut too."""
-    on_gpu = device == "cuda"
-    depth, width = (576, 3072) if on_gpu else (120, 64)
-    x, weight, _, _ = tensors(
-        device, rows, depth, width, torch.bfloat16 if on_gpu else torch.float32, seed=4
-    )
-    base = LinearTiles(
-        64 if on_gpu else 2, 64 if on_gpu else 16, 4, 2, more_m=32 if on_gpu else 2, turned=True,
-        descriptors=True, ordered=not on_gpu,
-    )  # fmt: skip
-    expected = bits(monkeypatch, base, x, weight, activation="swiglu")
-    for tiles in (
-        replace(base, paired=True),
-        replace(base, paired=True, more_m=0),
-        replace(base, paired=True, num_warps=8, block_m=128 if on_gpu else 4),
-    ):
-        assert torch.equal(bits(monkeypatch, tiles, x, weight, activation="swiglu"), expected)
-
-
 def test_the_order_of_sums_is_the_contract(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks start from zero and are added ascending: ones survive beside 2^24 only so.
 
