@@ -2,8 +2,9 @@
 
 G*: a Llama-8B-shaped gate/up projection with SwiGLU; anchors are the vendor library's product and
 a pointwise end, eager and compiled. `-inv` cases keep the bit contract (`kernels/linear.py`), the
-plain G320 is the same op without it. N32k, R32k: RMSNorm with residual, and rotation with the
-write to the pools, over 32768 tokens. Checks: float64 on some rows.
+plain G320 is the same op without it; `-fp8` ones read weights of one byte, beside the same anchors
+over bfloat16. N32k, R32k: RMSNorm with residual, and rotation with the write to the pools, over
+32768 tokens. Checks: float64 on some rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kernels import reference_layers as reference
 from kernels.bench import Case, Workload, floor_ms
+from kernels.fp8_weight import Fp8Weight, quantise
 from kernels.linear import linear
 from kernels.norm import rmsnorm_residual
 from kernels.reference_layers import Rope
@@ -46,20 +48,29 @@ def _torch_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 _compiled_swiglu = torch.compile(_torch_swiglu, dynamic=False)
 
 
-def _gate_up(num_rows: int, invariant: bool, seed: int) -> Workload:
+def _kept(weight: Tensor, fp8: bool) -> tuple[Tensor | Fp8Weight, Tensor]:
+    """(a weight as the op takes it, what it stands for in float64)."""
+    if not fp8:
+        return weight, weight.double()
+    made = quantise(weight)
+    return made, made.dequantised(torch.float64)
+
+
+def _gate_up(num_rows: int, invariant: bool, fp8: bool, seed: int) -> Workload:
     x = _random((num_rows, WIDTH), seed)
     weight = _random((GATE_UP, WIDTH), seed + 100, WIDTH**-0.5)
+    own, _ = _kept(weight, fp8)
     last: list[Tensor] = []
 
     def run() -> None:
-        last[:] = [linear(x, weight, activation="swiglu", invariant=invariant)]
+        last[:] = [linear(x, own, activation="swiglu", invariant=invariant)]
 
     def check() -> None:
         some = slice(0, num_rows, max(1, num_rows // 4))
-        exact = _torch_swiglu(x[some].double(), weight.double()).cpu()
+        exact = _torch_swiglu(x[some].double(), _kept(weight, fp8)[1]).cpu()
         _close(last[0][some], exact)
         if invariant:
-            alone = linear(x[:1], weight, activation="swiglu")
+            alone = linear(x[:1], own, activation="swiglu")
             assert torch.equal(alone[0], last[0][0]), "bits depend on the number of rows"
 
     anchors = {
@@ -70,18 +81,19 @@ def _gate_up(num_rows: int, invariant: bool, seed: int) -> Workload:
     return Workload(run, anchors, check=check)
 
 
-def _down(num_rows: int, seed: int) -> Workload:
+def _down(num_rows: int, fp8: bool, seed: int) -> Workload:
     depth = GATE_UP // 2
     x = _random((num_rows, depth), seed)
     weight = _random((WIDTH, depth), seed + 100, depth**-0.5)
+    own, _ = _kept(weight, fp8)
     residual = _random((num_rows, WIDTH), seed + 200)
     last: list[Tensor] = []
 
     def run() -> None:
-        last[:] = [linear(x, weight, residual=residual)]
+        last[:] = [linear(x, own, residual=residual)]
 
     def check() -> None:
-        exact = reference.linear(x.double(), weight.double(), residual=residual.double())
+        exact = reference.linear(x.double(), _kept(weight, fp8)[1], residual=residual.double())
         _close(last[0], exact.cpu())
 
     anchors = {"eager": lambda: F.linear(x, weight) + residual}
@@ -162,25 +174,34 @@ def _rope(seed: int) -> Workload:
     return Workload(run, anchors, outputs=(keys, values), check=check)
 
 
-def _gate_up_case(name: str, num_rows: int, invariant: bool) -> Case:
+def _gate_up_case(name: str, num_rows: int, invariant: bool, *, fp8: bool = False) -> Case:
     floor = floor_ms(
-        2.0 * (GATE_UP * WIDTH + num_rows * (WIDTH + GATE_UP // 2)),
+        (1.0 if fp8 else 2.0) * GATE_UP * WIDTH + 2.0 * num_rows * (WIDTH + GATE_UP // 2),
         2.0 * num_rows * GATE_UP * WIDTH,
     )
     return Case(
-        name, lambda seed: _gate_up(num_rows, invariant, seed), floor, graph=True, num_samples=15
+        name,
+        lambda seed: _gate_up(num_rows, invariant, fp8, seed),
+        floor,
+        graph=True,
+        num_samples=15,
     )
 
 
 ROPE_BYTES = 2.0 * NUM_TOKENS * HEAD_DIM * 2 * (NUM_HEADS + 2 * KV_HEADS)
-DOWN_BYTES = 2.0 * (WIDTH * GATE_UP // 2)
+DOWN_WEIGHTS = WIDTH * GATE_UP // 2
 
 CASES = [
     _gate_up_case("G1", 1, True),
     _gate_up_case("G64", 64, True),
     _gate_up_case("G320", 320, False),
     _gate_up_case("G320-inv", 320, True),
-    Case("down5-inv", lambda seed: _down(5, seed), floor_ms(DOWN_BYTES), graph=True),
+    Case("down5-inv", lambda seed: _down(5, False, seed), floor_ms(2.0 * DOWN_WEIGHTS), graph=True),
+    _gate_up_case("G1-fp8", 1, True, fp8=True),
+    _gate_up_case("G64-fp8", 64, True, fp8=True),
+    _gate_up_case("G320-fp8", 320, True, fp8=True),
+    Case("down5-fp8", lambda seed: _down(5, True, seed), floor_ms(DOWN_WEIGHTS), graph=True),
+    Case("down64-fp8", lambda seed: _down(64, True, seed), floor_ms(DOWN_WEIGHTS), graph=True),
     Case("N32k", _norm, floor_ms(8.0 * NUM_TOKENS * WIDTH), 0.28, graph=True),
     Case("R32k", _rope, floor_ms(ROPE_BYTES), 0.23, graph=True),
 ]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels.configs.layers import launches_early, norm_warps
 from kernels.early_launch import begin
-from kernels.linear import launch_product
+from kernels.fp8_weight import Fp8Weight
+from kernels.linear import launch_product, operands
 from kernels.norm import MAX_WIDTH, normalize, rmsnorm
 
 
@@ -49,14 +50,14 @@ def _finish_norm_kernel(
 
 
 def _launch_linear_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor,
-    eps: float, invariant: bool,
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor,
+    norm_weight: Tensor, eps: float, invariant: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, width = x.shape[0], weight.shape[0]
     stream = x.new_empty(num_rows, width)
     if num_rows == 0:
         return stream, torch.empty_like(stream)
-    partials = launch_product(x, weight, bias, residual, stream, "none", invariant)
+    partials = launch_product(x, weight, scale, bias, residual, stream, "none", invariant)
     if partials is None:
         return stream, rmsnorm(stream, norm_weight, eps)
     out = torch.empty_like(stream)
@@ -76,8 +77,8 @@ _linear_norm = torch.library.custom_op(
 
 @_linear_norm.register_fake
 def _linear_norm_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor,
-    eps: float, invariant: bool,
+    x: Tensor, weight: Tensor, _scale: Tensor | None, _bias: Tensor | None, _residual: Tensor,
+    _norm_weight: Tensor, _eps: float, _invariant: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = x.shape[0], weight.shape[0]
     return x.new_empty(shape), x.new_empty(shape)
@@ -85,7 +86,7 @@ def _linear_norm_fake(
 
 def linear_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
@@ -95,18 +96,16 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, rmsnorm(y)) with y = x W^T + b + residual. Inference only.
 
-    x [num_rows, depth]; weight [width, depth]; bias [width] or None; residual [num_rows, width],
-    rows contiguous; norm_weight [width], contiguous. Raises ValueError on shapes that do not fit.
+    x [num_rows, depth]; weight [width, depth] as of `linear`; bias [width] or None; residual
+    [num_rows, width], rows contiguous; norm_weight [width], contiguous. Raises ValueError on shapes
+    that do not fit.
     """
-    width = weight.shape[0]
-    if weight.shape[1] != x.shape[1] or weight.dtype is not x.dtype:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} {x.dtype}"
-        )
+    values, scale = operands(x, weight, bias, invariant)
+    width = len(values)
     if residual.shape != (x.shape[0], width) or residual.stride(1) != 1:
         raise ValueError(f"residual {tuple(residual.shape)} is not rows of {width}")
-    if bias is not None and (bias.shape != (width,) or bias.stride(0) != 1):
-        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
     if norm_weight.shape != (width,) or norm_weight.stride(0) != 1 or width > MAX_WIDTH:
         raise ValueError(f"norm weight {tuple(norm_weight.shape)} does not fit rows of {width}")
-    return torch.ops.specmesh.linear_norm(x, weight, bias, residual, norm_weight, eps, invariant)
+    return torch.ops.specmesh.linear_norm(
+        x, values, scale, bias, residual, norm_weight, eps, invariant
+    )

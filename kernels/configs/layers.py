@@ -58,9 +58,10 @@ _NORM_FALLBACK = 16
 # Weights [n, depth] by the columns n that a launch has to spread over a device.
 MIDDLE, WIDE = 5120, 12288
 
-# (architecture, kind of weight) -> tiles by the largest number of rows they serve, ascending. Every
-# row of sm_90 keeps the first operand's side >= 64 and four warps or more: one family of matrix
-# instructions. A split is for weights of several chunks; others ignore it.
+# (architecture, kind of weight; "fp8 " before it for weights of one byte) -> tiles by the largest
+# number of rows they serve, ascending. Every row of sm_90 keeps the first operand's side >= 64 and
+# four warps or more: one family of matrix instructions. A split is for weights of several chunks;
+# others ignore it.
 _FEW = [
     (16, LinearTiles(16, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
     (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
@@ -93,10 +94,21 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
                               descriptors=True)),
     ],
 }  # fmt: skip
+# Not swept yet: a stage of one-byte weights is half as large, so more of them are on their way. The
+# rows beyond are those of weights of two bytes, whose products take longer than their weights.
+_FP8_FEW = [
+    (16, LinearTiles(16, 64, 4, 6, block_k=128, turned=True, descriptors=True, split=True)),
+    (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+    (64, LinearTiles(64, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
+]
+for _kind in ("swiglu", "wide", "middle", "narrow"):
+    _many = [row for row in _LINEAR["sm_90", _kind] if row[0] > _FP8_FEW[-1][0]]
+    _LINEAR["sm_90", f"fp8 {_kind}"] = [*_FP8_FEW, *_many]
 _LINEAR_CPU = LinearTiles(32, 32, 4, 1)
 _LINEAR_FALLBACK = LinearTiles(64, 64, 4, 2)
 # float32 has no tensor cores at IEEE precision: small tiles keep accumulators in registers.
 _LINEAR_FLOAT32 = LinearTiles(32, 32, 4, 2)
+_LINEAR_FLOAT32_FP8 = LinearTiles(32, 32, 8, 2)  # four warps spill
 
 
 def norm_warps(width: int, device: torch.device) -> int:
@@ -116,15 +128,17 @@ def launches_early(device: torch.device) -> bool:
     return architecture(device) == "sm_90"
 
 
-def linear_tiles(num_rows: int, weight: Tensor, swiglu: bool) -> LinearTiles:
-    """Tiles for num_rows rows times a weight [n, depth]."""
+def linear_tiles(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
+    """Tiles for x [num_rows, depth] times a weight [n, depth], of x's type or fp8."""
     name, columns = architecture(weight.device), weight.shape[0]
     if name == "cpu":
         return _LINEAR_CPU
-    if weight.dtype is torch.float32:
-        return _LINEAR_FLOAT32
+    is_fp8 = weight.dtype is not x.dtype
+    if x.dtype is torch.float32:
+        return _LINEAR_FLOAT32_FP8 if is_fp8 else _LINEAR_FLOAT32
     kind = "narrow" if columns < MIDDLE else "middle" if columns < WIDE else "wide"
-    for most, tiles in _LINEAR.get((name, "swiglu" if swiglu else kind), []):
-        if num_rows <= most:
+    kind = "swiglu" if swiglu else kind
+    for most, tiles in _LINEAR.get((name, f"fp8 {kind}" if is_fp8 else kind), []):
+        if x.shape[0] <= most:
             return tiles
     return _LINEAR_FALLBACK

@@ -110,10 +110,32 @@ def trials() -> list[Trial]:
         for stages, step, split in ((4, 128, True), (8, 64, True), (3, 256, True), (4, 256, False))
     ]
     found += [Trial("down5-inv", f"{tiles}", _linear("narrow", tiles)) for tiles in down]
+    found += _fp8_trials()
     found += [Trial("N32k", f"{n} values a thread", _norm(n)) for n in (8, 16, 32)]
     for turn in (RopeLaunch(16, 4), RopeLaunch(8, 2), RopeLaunch(16, 2)):
         found.append(Trial("R32k", f"{turn}", _rope(turn)))
     return found
+
+
+def _fp8_trials() -> list[Trial]:
+    """Launches over weights of one byte."""
+    found: list[Trial] = []
+    for case, kind, rows in (
+        ("G1-fp8", "fp8 swiglu", 16), ("down5-fp8", "fp8 narrow", 16),
+        ("G64-fp8", "fp8 swiglu", 64), ("down64-fp8", "fp8 narrow", 64),
+    ):  # fmt: skip
+        for step, stages in ((128, 3), (128, 4), (128, 6), (256, 3), (256, 4), (64, 12)):
+            tiles = LinearTiles(
+                rows, 64, 4, stages, block_k=step, turned=True, descriptors=True, split=True
+            )
+            found.append(Trial(case, f"{tiles}", _linear(kind, tiles)))
+    many = (
+        LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True),
+        LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True),
+        LinearTiles(128, 128, 8, 4, more_m=32, turned=True, descriptors=True),
+        LinearTiles(256, 64, 8, 4, more_m=64, turned=True, descriptors=True),
+    )
+    return found + [Trial("G320-fp8", f"{tiles}", _linear("fp8 swiglu", tiles)) for tiles in many]
 
 
 def _cases() -> dict[str, bench.Case]:

@@ -27,6 +27,7 @@ from kernels import (
     sampling,
     shaping,
 )
+from kernels.fp8_weight import FP8
 from kernels.sampling import DraftKind
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
 
@@ -124,26 +125,43 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
     yield "penalize", launches[0]
 
 
-def layer_launches() -> Iterator[tuple[str, Launch]]:
+def linear_launches() -> Iterator[tuple[str, Launch]]:
+    """Products of weights of the activations' type and of one byte, and what adds their chunks."""
     shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 160, 320)]
     shapes += [(rows, 576, 3072, "swiglu") for rows in (1, 64)]
     shapes += [(rows, 14336, 4096, "none") for rows in (5, 64, 160, 320)]
     shapes += [(rows, 4096, 6144, "none") for rows in (1, 160, 320)]
-    shapes += [(rows, 4096, 128256, "none") for rows in (5, 320)]
-    for rows, depth, width, activation in shapes:
+    plain = [*shapes, *((rows, 4096, 128256, "none") for rows in (5, 320))]
+    fp8 = [*shapes, (32, 14336, 4096, "none"), (32, 4096, 28672, "swiglu")]
+    fp8 += [(rows, 5120, 27648, "none") for rows in (5, 160, 320)]
+    fp8 += [(5, 576, 960, "none"), (5, 576, 576, "none")]
+    for name, rows, depth, width, activation in (
+        *(("linear", *shape) for shape in plain), *(("linear-fp8", *shape) for shape in fp8)
+    ):  # fmt: skip
+        weight, scale = meta(width, depth), None
+        if name == "linear-fp8":
+            weight, scale = weight.to(FP8), floats(width)
+        with recorded(linear, "_linear_kernel", "_finish_kernel") as launches:
+            linear._launch_linear(meta(rows, depth), weight, scale, None, None, activation, True)
+        yield f"{name}-{activation}-{width}x{depth}-{rows}", launches[0]
+        if len(launches) > 1 and scale is None:
+            yield f"finish-{activation}-{width}x{depth}-{rows}", launches[1]
+    for dtype, activation in ((torch.float16, "none"), (torch.float32, "swiglu")):
         with recorded(linear, "_linear_kernel", "_finish_kernel") as launches:
             linear._launch_linear(
-                meta(rows, depth), meta(width, depth), None, None, activation, True
-            )
-        yield f"linear-{activation}-{width}-{rows}", launches[0]
-        if len(launches) > 1:
-            yield f"finish-{activation}-{width}-{rows}", launches[1]
+                meta(5, 4096, dtype=dtype), meta(6144, 4096, dtype=FP8), floats(6144), None, None,
+                activation, True,
+            )  # fmt: skip
+        yield f"other-fp8-{activation}-{dtype}", launches[0]
+
+
+def layer_launches() -> Iterator[tuple[str, Launch]]:
     with (
         recorded(linear_norm, "_finish_norm_kernel") as launches,
         recorded(linear, "_linear_kernel"),
     ):
         linear_norm._launch_linear_norm(
-            meta(5, 14336), meta(4096, 14336), None, meta(5, 4096), meta(4096), 1e-5, True
+            meta(5, 14336), meta(4096, 14336), None, None, meta(5, 4096), meta(4096), 1e-5, True
         )
     yield "end-norm", launches[0]
     with recorded(norm, "_rmsnorm_kernel") as launches:
@@ -161,7 +179,7 @@ def layer_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def main() -> None:
-    for name, launch in (*sampling_launches(), *layer_launches()):
+    for name, launch in (*sampling_launches(), *linear_launches(), *layer_launches()):
         report = {"name": name, **asdict(compile_launch(launch))}
         sys.stdout.write(json.dumps(report) + "\n")
 

@@ -35,6 +35,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -55,6 +56,7 @@ class Report:
     wgmma: int
     mma: int
     async_copies: int  # cp.async and bulk tensor copies
+    slow_conversions: int  # between floats, one value an instruction
     stack_bytes: int
     spills_in_loops: int  # local-memory accesses in innermost loops around tensor-core products
     registers: int
@@ -144,6 +146,7 @@ def _read(cubin: bytes, shared_bytes: int) -> Report:
         wgmma=code.count("HGMMA"),
         mma=code.count("HMMA"),
         async_copies=code.count("LDGSTS") + code.count("UTMALDG"),
+        slow_conversions=code.count("F2F."),
         stack_bytes=int(fields["STACK"]),
         spills_in_loops=_spills_in_loops(code),
         registers=int(fields["REG"]),

@@ -12,7 +12,8 @@ import pytest
 
 NAMES = (
     "judge", "close", "draw", "groups", "threshold", "penalize", "survey", "keep", "redraw",
-    "report", "linear-swiglu", "linear-none", "finish", "end-norm", "norm", "rope",
+    "report", "linear-swiglu", "linear-none", "linear-fp8-swiglu", "linear-fp8-none", "other-fp8",
+    "finish", "end-norm", "norm", "rope",
 )  # fmt: skip
 
 
@@ -29,14 +30,23 @@ def reports() -> list[dict[str, Any]]:
 def test_linear_layers_use_one_family_of_tensor_cores_and_asynchronous_copies(
     reports: list[dict[str, Any]],
 ) -> None:
-    """Every linear launch, whatever its rows, multiplies by wgmma alone: one family, one set of
-    bits; and its tiles arrive by asynchronous or bulk copies."""
+    """Every linear launch, whatever its rows and bytes a weight, multiplies by wgmma alone: one
+    family, one set of bits; and its tiles arrive by asynchronous or bulk copies."""
     linears = [report for report in reports if report["name"].startswith("linear")]
-    assert len(linears) == 15
+    assert len(linears) == 15 + 20
     for report in linears:
         assert report["wgmma"] > 0, report
         assert report["mma"] == 0, report
         assert report["async_copies"] > 0, report
+
+
+def test_one_byte_weights_become_bfloat16_by_the_fast_way(reports: list[dict[str, Any]]) -> None:
+    """No conversion of a single value, which a multiprocessor does 16 of a cycle: fewer than the
+    weights that arrive meanwhile. None of the whole table's kernels for bfloat16."""
+    fp8 = [report for report in reports if report["name"].startswith("linear-fp8")]
+    assert fp8
+    for report in fp8:
+        assert report["slow_conversions"] == 0, report
 
 
 def test_no_kernel_spills(reports: list[dict[str, Any]]) -> None:

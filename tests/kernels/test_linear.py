@@ -93,7 +93,7 @@ def test_a_rows_bits_ignore_rows_tiles_and_split(
     dtype = torch.float16 if device == "cuda" else torch.float32
     x, weight, _, _ = tensors(device, 5, 1200, 24, dtype, seed=3)
     base = replace(
-        linear_tiles(1, weight, False), ordered=device == "cpu", turned=False, split=False
+        linear_tiles(x[:1], weight, False), ordered=device == "cpu", turned=False, split=False
     )
     block_m = 64 if device == "cuda" else 4
     small = replace(base, block_m=block_m, block_n=16)
@@ -128,7 +128,7 @@ def test_the_order_of_sums_is_the_contract(device: str, monkeypatch: pytest.Monk
     weight = torch.zeros(1, 2 * chunk, device=device)
     weight[0, 0] = 2.0**24
     weight[0, chunk :: chunk // 16] = 1.0
-    tiles = replace(linear_tiles(1, weight, False), ordered=True, block_m=16, block_n=16)
+    tiles = replace(linear_tiles(x[:1], weight, False), ordered=True, block_m=16, block_n=16)
     got = bits(monkeypatch, tiles, x, weight)
     assert got.item() == 2.0**24 + 16.0
     running = torch.tensor(2.0**24)
@@ -157,6 +157,6 @@ def test_op_describes_itself_to_the_compiler(device: str) -> None:
     x, weight, bias, _ = tensors(device, 2, 8, 6, torch.float32)
     for rows, activation in ((x, "none"), (x, "swiglu"), (x[:0], "silu")):
         torch.library.opcheck(
-            torch.ops.specmesh.linear.default, (rows, weight, bias, None, activation, True),
+            torch.ops.specmesh.linear.default, (rows, weight, None, bias, None, activation, True),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip

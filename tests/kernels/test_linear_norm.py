@@ -32,7 +32,7 @@ def test_bits_are_those_of_the_two_in_turn(
         torch.randn(shape, generator=generator).to(device, dtype)
         for shape in ((3, depth), (width, depth), (3, width), (width,), (width,))
     )
-    tiles = replace(linear_tiles(3, weight, False), split=split)
+    tiles = replace(linear_tiles(x, weight, False), split=split)
     monkeypatch.setattr(linear_module, "linear_tiles", lambda *_: tiles)
     own_bias = bias if with_bias else None
     stream, normed = linear_norm(x, weight, own_bias, residual, scale, EPS)
@@ -68,6 +68,6 @@ def test_no_rows_and_wrong_shapes(device: str) -> None:
         linear_norm(x, weight, scale[:4], residual, scale, EPS)
     torch.library.opcheck(
         torch.ops.specmesh.linear_norm.default,
-        (torch.ones(2, 8, device=device), weight, None, weight[:2, :5], scale, EPS, True),
+        (torch.ones(2, 8, device=device), weight, None, None, weight[:2, :5], scale, EPS, True),
         test_utils=("test_schema", "test_faketensor"),
     )
