@@ -133,6 +133,7 @@ class Driver:
         self._timers: dict[Side, asyncio.TimerHandle] = {}
         self._clock = RoundClock()
         self._opened_on_rows = False
+        self._chunks: deque[Deliver] = deque()  # confirmed, still to be shown
         self._finished_rounds: deque[FinishedRound] = deque()
         self._audit: asyncio.Future[AuditResult] | None = None
 
@@ -190,14 +191,17 @@ class Driver:
             return
         self._is_stepping = True
         try:
+            self._show()  # or a full sink would not be seen
             while self._inbox and (even_if_full or not self._sink.is_full):
                 self._step(self._inbox.popleft())
+                if self._inbox:
+                    self._show()
         finally:
             self._is_stepping = False
         if self.is_done:
             self._end()
-        elif self._finished_rounds:
-            self._loop.call_soon(self._record_rounds)
+        elif self._chunks or self._finished_rounds:
+            self._loop.call_soon(self._look_back)
 
     def _step(self, event: Event) -> None:
         self._clock.stepped()
@@ -239,7 +243,7 @@ class Driver:
         except Exception:
             logger.exception("session cannot be closed", extra={"session_id": self.session_id})
             self._session.stage = Stage.DONE
-            self._sink.fail(Fail(failure, self._session.stats()))
+            self._fail(Fail(failure, self._session.stats()))
 
     # ------------------------------------------------------------ actions out
 
@@ -352,7 +356,12 @@ class Driver:
         self._loop.run_in_executor(self._executor, work).add_done_callback(done)
 
     def _deliver(self, action: Deliver) -> None:
-        self._sink.deliver(action)
+        self._chunks.append(action)
+
+    def _show(self) -> None:
+        """Give the sink what was confirmed, in order."""
+        while self._chunks:
+            self._sink.deliver(self._chunks.popleft())
 
     def _round_done(self, action: RoundDone) -> None:
         timing = self._clock.end_round(action, time.perf_counter_ns())
@@ -369,8 +378,12 @@ class Driver:
             )
         )
 
+    def _look_back(self) -> None:
+        """Show and write down finished rounds: the next round's commands are on their way."""
+        self._show()
+        self._record_rounds()
+
     def _record_rounds(self) -> None:
-        """Write down finished rounds: after the next round's commands are on their way."""
         while self._finished_rounds:
             self._recorder.record(self._session, self._finished_rounds.popleft())
 
@@ -387,9 +400,11 @@ class Driver:
         )
 
     def _finish(self, action: Finish) -> None:
+        self._show()
         self._sink.finish(action)
 
     def _fail(self, action: Fail) -> None:
+        self._show()
         self._recorder.abandon(action.failure)
         self._sink.fail(action)
 

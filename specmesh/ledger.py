@@ -69,7 +69,8 @@ class Ledger:
     num_pending: int = 0
     _written_len: int = 0
     _preempted: bool = False
-    _digests: list[int] = field(default_factory=lambda: [EMPTY_DIGEST])
+    # Of the prefixes of 0, 1, 2, .. tokens, as far as they were asked for.
+    _digests: list[int] = field(default_factory=lambda: [EMPTY_DIGEST], compare=False)
 
     @property
     def confirmed_len(self) -> int:
@@ -88,14 +89,21 @@ class Ledger:
 
     def digest(self, prefix_len: int | None = None) -> int:
         """Digest of tokens [0, prefix_len), by default of the whole confirmed prefix."""
-        return self._digests[self.confirmed_len if prefix_len is None else prefix_len]
+        return self._known_digests()[self.confirmed_len if prefix_len is None else prefix_len]
+
+    def _known_digests(self) -> list[int]:
+        """Digests of all prefixes. Chained when asked for: tokens come where time is short."""
+        digests = self._digests
+        if len(digests) <= len(self.tokens):
+            digests += _digests(digests[-1], self.tokens[len(digests) - 1 :])
+        return digests
 
     def page_digests(self, page_size: int) -> tuple[tuple[int, int], ...]:
         """(prefix_len, digest) at every full page boundary, ascending, then at the very end."""
         ends = [*range(page_size, self.confirmed_len + 1, page_size)]
         if self.confirmed_len and (not ends or ends[-1] != self.confirmed_len):
             ends.append(self.confirmed_len)
-        return tuple((end, self._digests[end]) for end in ends)
+        return tuple((end, self.digest(end)) for end in ends)
 
     def check_update(
         self,
@@ -137,7 +145,7 @@ class Ledger:
                 f"num_accepted {num_accepted} exceeds the {len(append)} appended tokens",
                 field="prefix.num_accepted",
             )
-        found = extend_digest(self._digests[append_from], append)
+        found = extend_digest(self.digest(append_from), append)
         if found != digest:
             raise self._mismatch(f"digest {found:#018x} at length {base_len}", digest)
 
@@ -184,7 +192,6 @@ class Ledger:
             raise ContextTooLong(
                 f"{self.confirmed_len} + {len(tokens)} tokens exceed max_len {self.max_len}"
             )
-        self._digests += _digests(self._digests[-1], tokens)
         self.tokens.extend(tokens)
 
     def truncate(self, prefix_len: int) -> None:
@@ -234,7 +241,7 @@ class Ledger:
         """Assert the invariants of DESIGN section 4."""
         assert self.kv_len <= self.confirmed_len <= self.max_len, self.boundaries
         assert self.kv_len <= self._written_len <= self.allocated_len, self.boundaries
-        assert len(self._digests) == self.confirmed_len + 1
+        assert len(self._digests) <= self.confirmed_len + 1
 
     def _mismatch(self, found: str, digest: int) -> PrefixMismatch:
         return PrefixMismatch(

@@ -17,18 +17,22 @@ from torch import Tensor
 from kernels import reference
 from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose
-from protos.specmesh.v1 import target_pb2
+from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh import wire
 from specmesh.engine.sessions import Session
 from specmesh.errors import CorruptFrame, InvalidRequest, SpecmeshError
+from specmesh.sparse_rows import decode_sparse
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates with the rows they were drawn from; no rows under the coupled rule and greedy."""
+    """Candidates with the rows they were drawn from; no rows under the coupled rule and greedy.
+
+    rows: a `SparseRows` where all are sparse.
+    """
 
     tokens: tuple[int, ...]
-    rows: tuple[wire.Row, ...]
+    rows: Sequence[wire.Row]
 
     @classmethod
     def none(cls) -> Candidates:
@@ -52,23 +56,34 @@ class Candidates:
                 f"{len(command.distributions)}",
                 field="distributions",
             )
-        rows = []
-        for index, message in enumerate(command.distributions):
-            try:
-                row = wire.decode(message, vocab_size)
-            except SpecmeshError as error:
-                raise CorruptFrame(error.message, field=f"distributions[{index}]") from error
-            if row.weight(tokens[index]) <= 0.0:
-                raise CorruptFrame(
-                    f"candidate {tokens[index]} has no mass in its row",
-                    field=f"distributions[{index}]",
-                )
-            rows.append(row)
-        return cls(tokens, tuple(rows))
+        if not expected:
+            return cls(tokens, ())
+        rows = decode_sparse(command.distributions, vocab_size)
+        if rows is not None and rows.hold(tokens):
+            return cls(tokens, rows)
+        return cls(tokens, _decode_each(command.distributions, tokens, vocab_size))
 
     def laws(self) -> list[Tensor | reference.SparseRow]:
         """The rows as they are judged."""
         return [row.law() for row in self.rows]
+
+
+def _decode_each(
+    messages: Sequence[session_pb2.Distribution], tokens: Sequence[int], vocab_size: int
+) -> tuple[wire.Row, ...]:
+    """Rows of any encoding. Raises CorruptFrame, which names the row that is wrong."""
+    rows = []
+    for index, (message, token) in enumerate(zip(messages, tokens, strict=True)):
+        try:
+            row = wire.decode(message, vocab_size)
+        except SpecmeshError as error:
+            raise CorruptFrame(error.message, field=f"distributions[{index}]") from error
+        if row.weight(token) <= 0.0:
+            raise CorruptFrame(
+                f"candidate {token} has no mass in its row", field=f"distributions[{index}]"
+            )
+        rows.append(row)
+    return tuple(rows)
 
 
 class RedrawCheck:

@@ -40,6 +40,7 @@ from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, Field
 from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
 from specmesh.errors import NumericFault
+from specmesh.sparse_rows import SparseRows
 from target_service.verifier import MAX_CHAIN, Verifying, answer
 
 MAX_STOP_IDS = 16  # a session with more is decided by the role
@@ -187,10 +188,8 @@ class DeviceVerifier:
         output_len = base_len - shaper.prompt_len
         if len(shaper.stop_ids) > MAX_STOP_IDS or shaper.depends_on_ids(output_len):
             return False
-        return all(
-            row.ids is not None and len(row.ids) <= ID_BUCKETS[-1]
-            for row in verifying.candidates.rows
-        )
+        rows = verifying.candidates.rows
+        return not rows or (isinstance(rows, SparseRows) and rows.max_size <= ID_BUCKETS[-1])
 
     def num_wanted(self, task: Task) -> int:
         """Tokens of plain decoding still to come; 0 for a round with candidates."""
@@ -216,10 +215,10 @@ class DeviceVerifier:
         """Rows for the most candidates, ids for the widest received row, filters where any."""
         rows, ids, filtered = 1, 0, False
         for segment in segments:
-            candidates = segment.task.role_state.candidates
+            received = segment.task.role_state.candidates.rows
             rows = max(rows, segment.num_rows)
-            if candidates.rows and self.takes(segment.task):
-                ids = max(ids, *(len(row.ids) for row in candidates.rows))
+            if received and self.takes(segment.task):
+                ids = max(ids, received.max_size)
             filtered = filtered or segment.task.session.shaper.is_filtered()
         return rows, ids, filtered
 
@@ -257,11 +256,11 @@ class DeviceVerifier:
         stop_ids = sorted(session.shaper.stop_ids)
         host["stop_ids"][slot, : len(stop_ids)] = stop_ids
         host["candidates"][slot, :count] = candidates.tokens
-        for index, row in enumerate(candidates.rows):
-            num_ids = len(row.ids)
-            ids, weights = host["draft_ids"][slot, index], host["draft_weights"][slot, index]
-            ids[:num_ids], weights[:num_ids] = row.ids, row.weights
-            ids[num_ids:] = -1
+        for index in range(len(candidates.rows)):
+            ids, weights = candidates.rows.part(index)
+            host["draft_ids"][slot, index, : len(ids)] = ids
+            host["draft_ids"][slot, index, len(ids) :] = -1
+            host["draft_weights"][slot, index, : len(ids)] = weights
 
     def read(self, program: StepProgram) -> DecidedStep:
         """The outputs of a step as Python values, once for all its sessions."""

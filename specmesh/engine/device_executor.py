@@ -204,40 +204,70 @@ class ProgramExecutor:
         shape, host = program.shape, program.buffers.inputs.host
         program.reset()
         self._side.clear(host)
-        row = 0
+        num_tokens = self._pack_short(host, launch.short, shape.rows_per_seq)
         for slot, segment in enumerate(launch.short):
-            row = self._pack_segment(host, segment, slot, row, shape.rows_per_seq)
-            host["cu_seqlens"][slot + 1] = row
             self._pack_task(host, segment, slot, wanted[slot])
-        host["cu_seqlens"][len(launch.short) + 1 :] = row
-        num_tokens = row
         if launch.long is not None:
             first = shape.num_seqs * shape.max_query_len
-            end = self._pack_segment(host, launch.long, shape.num_seqs, first, shape.rows_per_seq)
-            host["long_cu_seqlens"][1] = end - first
+            num_tokens += self._pack_long(host, launch.long, shape, first)
             self._pack_task(host, launch.long, shape.num_seqs, wanted[-1])
-            num_tokens += end - first
         return num_tokens
 
-    def _pack_segment(
-        self, host: dict[str, Any], segment: Segment, slot: int, row: int, rows_per_seq: int
+    def _pack_short(
+        self, host: dict[str, Any], segments: Sequence[Segment], rows_per_seq: int
     ) -> int:
-        """Tokens, positions, slots and pages of a segment from `row` on; returns the row after."""
-        start, end, size = segment.start, segment.end, self._page_size
-        after = row + end - start
-        table = segment.task.session.block_table
-        host["token_ids"][row:after] = segment.task.tokens(start, end)
-        positions = self._positions[start:end]
+        """Tokens, positions, slots, pages and wanted rows from row 0 on; returns the rows used.
+
+        A step has few tokens of many sessions: they are gathered, then written field by field.
+        """
+        size = self._page_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        ends = [0]
+        for slot, segment in enumerate(segments):
+            own, table = range(segment.start, segment.end), segment.task.session.block_table
+            token_ids += segment.task.tokens(segment.start, segment.end)
+            positions += own
+            slots += [table[at // size] * size + at % size for at in own]
+            after = len(token_ids)
+            logit_rows += range(after - segment.num_rows, after)
+            logit_rows += [0] * (rows_per_seq - segment.num_rows)
+            ends.append(after)
+            self._pack_pages(host, table, slot)
+        host["token_ids"][: ends[-1]] = token_ids
+        host["positions"][: ends[-1]] = positions
+        host["slots"][: ends[-1]] = slots
+        host["logit_rows"][: len(logit_rows)] = logit_rows
+        host["cu_seqlens"][: len(ends)] = ends
+        host["cu_seqlens"][len(ends) :] = ends[-1]
+        host["context_lens"][: len(segments)] = [segment.end for segment in segments]
+        return ends[-1]
+
+    def _pack_long(self, host: dict[str, Any], segment: Segment, shape: StepShape, row: int) -> int:
+        """The same of the long segment, from `row` on."""
+        slot, size, num_tokens = shape.num_seqs, self._page_size, segment.end - segment.start
+        after = row + num_tokens
+        pages = self._pack_pages(host, segment.task.session.block_table, slot)
+        positions = self._positions[segment.start : segment.end]
+        host["token_ids"][row:after] = segment.task.tokens(segment.start, segment.end)
         host["positions"][row:after] = positions
+        host["slots"][row:after] = pages[positions // size] * size + positions % size
+        host["context_lens"][slot] = segment.end
+        host["long_cu_seqlens"][1] = num_tokens
+        first = slot * shape.rows_per_seq
+        host["logit_rows"][first : first + segment.num_rows] = range(
+            after - segment.num_rows, after
+        )
+        return num_tokens
+
+    def _pack_pages(self, host: dict[str, Any], table: Sequence[int], slot: int) -> Any:
+        """Write as many pages of a sequence as the program reads; returns its row of pages."""
         pages = host["block_tables"][slot]
         used = min(len(table), len(pages))
         pages[:used] = table[:used]
-        host["slots"][row:after] = pages[positions // size] * size + positions % size
-        host["context_lens"][slot] = end
-        first = slot * rows_per_seq
-        count = segment.num_rows
-        host["logit_rows"][first : first + count] = range(after - count, after)
-        return after
+        return pages
 
     def _pack_task(self, host: dict[str, Any], segment: Segment, slot: int, wanted: int) -> None:
         task = segment.task

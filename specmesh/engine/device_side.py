@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,7 +120,8 @@ def clear_parameters(host: HostArrays) -> None:
 def pack_parameters(session: Session, base_len: int, slot: int, host: HostArrays) -> None:
     """Write a session's sampling parameters."""
     shaper = session.shaper
-    host["seeds"][slot] = np.uint64(session.seed).astype(np.int64)
+    seed = session.seed
+    host["seeds"][slot] = seed - (1 << 64) if seed >> 63 else seed  # the same 64 bits, signed
     host["base_lens"][slot] = base_len
     host["rules"][slot] = int(rule_of(session))
     if shaper.is_greedy:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,8 +208,9 @@ class Engine:
         can_run = False
         try:
             while self._read_inbox(block=not can_run):
-                can_run = self._turn()
+                ran = self._turn()
                 self._flush()
+                can_run = ran and not self._is_done
             self._send_parts()
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
@@ -228,6 +230,12 @@ class Engine:
             self._send_parts()
         self._complete(self._desk_completed())
         return bool(step.segments)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether nothing is left to do after a pass: the worker waits at once then, as whoever
+        sends its answers needs the interpreter."""
+        return not (self._scheduler.has_work or self._desk.owes_parts)
 
     def _read_inbox(self, *, block: bool) -> bool:
         """Perform everything that arrived. False when told to stop."""
@@ -311,8 +319,8 @@ class Engine:
             return
         for task in outcome.unfinished:
             self._scheduler.add(task)
-        # Before the answers end the spans: an ended span can no longer be linked.
-        self._observe(outcome, [task.span for task in tasks])
+        spans = [task.span for task in tasks]
+        self._desk.put_off(partial(self._observe, outcome, spans))
         if outcome.finished:
             self._advance(outcome.finished, outcome.logits)
 
@@ -367,6 +375,7 @@ class Engine:
         self._scheduler.release(session)
 
     def _flush(self) -> None:
+        """Send what was answered; what nobody waits for comes after."""
         if self._finishing:
             self._desk.make_parts()  # the last answers of a link that is to end
         for link, results in self._desk.take_outbound().items():
@@ -379,6 +388,7 @@ class Engine:
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(None)
             self._empty_waiters.clear()
+        self._desk.look_back()
 
     def _observe(self, outcome: StepOutcome, spans: list[Any]) -> None:
         elapsed_us = (outcome.end_ns - outcome.start_ns) // 1000
