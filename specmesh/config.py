@@ -120,6 +120,9 @@ class EngineSettings(_Section):
     device: str = "cpu"
     # auto: bfloat16 on a GPU, float32 on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # fp8: matrices of layers at one byte a weight, e4m3 with a scale a channel: another model than
+    # the folder's, with a fingerprint of its own. Embedding, head, activations and K/V keep dtype.
+    weight_dtype: Literal["model", "fp8"] = "model"
     # What layers and decisions run on. auto: triton on a GPU, the reference on a CPU.
     kernels: Literal["auto", "reference", "triton"] = "auto"
     # Triton kernels: a row's bits do not depend on its batch, chunking or bucket.

@@ -15,6 +15,7 @@ import torch
 from kernels.sampling import Rule
 from specmesh.bench import steps
 from specmesh.engine.step_programs import StepProgram, StepShape
+from specmesh.engine.weights import WeightDtype
 from target_service.device_verifier import DeviceVerifier
 
 BARS = {  # (batch, rows) -> milliseconds
@@ -24,13 +25,15 @@ BARS = {  # (batch, rows) -> milliseconds
 NUM_IDS = 1024
 
 
-def _cases(model: str) -> list[steps.StepCase]:
+def cases_of(model: str, weight_dtype: WeightDtype = "model") -> list[steps.StepCase]:
+    """The cases of a model, `step-MODEL-bBATCHxROWS`; with fp8 weights `step-MODEL-fp8-...`."""
+    form = model if weight_dtype == "model" else f"{model}-{weight_dtype}"
     return [
         steps.StepCase(
-            f"step-{model}-b{batch}x{rows}",
+            f"step-{form}-b{batch}x{rows}",
             model,
             StepShape(batch, rows, 0, 1, rows, 1024, NUM_IDS if rows > 1 else 0),
-            bar_ms=bar if model == "8b" else None,
+            bar_ms=bar if form == "8b" else None,
         )
         for (batch, rows), bar in BARS.items()
     ]
@@ -57,16 +60,27 @@ def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="target_service.bench_steps", description=__doc__)
     parser.add_argument("--model", choices=sorted(steps.CONFIGS), default="8b")
+    parser.add_argument(
+        "--weight-dtype", choices=("model", "fp8"), default="model", help="of layers' matrices"
+    )
     parser.add_argument("--only", default="", help="ends of cases' names, by commas")
     parser.add_argument("--library", action="store_true", help="cuBLAS: no invariance")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
     parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
+    if options.library and options.weight_dtype == "fp8":
+        parser.error("cuBLAS takes no fp8 weights: --library measures --weight-dtype model")
     device = torch.device("cuda")
-    decoder = steps.load(options.model, device, invariant=not options.library)
+    decoder = steps.load(
+        options.model, device, invariant=not options.library, weight_dtype=options.weight_dtype
+    )
     side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, device)
-    cases = [case for case in _cases(options.model) if steps.is_wanted(case, options.only)]
+    cases = [
+        case
+        for case in cases_of(options.model, options.weight_dtype)
+        if steps.is_wanted(case, options.only)
+    ]
     reports: list[dict[str, Any]] = []
     for case in cases:
         reports.append(

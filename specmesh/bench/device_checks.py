@@ -2,8 +2,8 @@
 
 Four checks, each a JSON object: logits beside the CPU's float32 decoder, the overlap sum(min(p, q))
 beside the CPU's, bits of a row however its context was fed, and, on a running stack, greedy tokens
-with speculation beside those without. Owns the comparisons; prints one line a check and exits with
-status 1 when one fails.
+with speculation beside those without. `--weight-dtype fp8`: of a target over such weights, on both
+devices. Owns the comparisons; prints one line a check and exits with status 1 when one fails.
 """
 
 from __future__ import annotations
@@ -100,18 +100,24 @@ def _table(index: int, num_pages: int) -> list[int]:
 
 
 def check_logits(
-    on_gpu: Decoder, wide: Decoder, narrow: Decoder, sequences: Sequence[Sequence[int]]
+    on_gpu: Decoder,
+    wide: Decoder,
+    plain: tuple[Decoder, Decoder],
+    sequences: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Relative error ||gpu - cpu float32|| / ||cpu float32||, beside the CPU's own in bfloat16."""
+    """Relative error ||gpu - cpu float32|| / ||cpu float32||, beside the CPU's own in bfloat16.
+
+    plain: the folder's own weights on the CPU in float32 and in bfloat16.
+    """
     errors, own_errors, same_argmax = [], [], []
     for tokens in sequences:
         pages = -(-len(tokens) // PAGE)
         cache = on_gpu.new_cache(pages, PAGE)
         found = paged_logits(on_gpu, cache, [Fed(tokens, 0, range(pages))])[0].float().cpu()
         truth = reference_logits(wide, tokens)
-        rounded = reference_logits(narrow, tokens)
+        exact, rounded = (reference_logits(each, tokens) for each in plain)
         errors.append(float((found - truth).norm() / truth.norm()))
-        own_errors.append(float((rounded - truth).norm() / truth.norm()))
+        own_errors.append(float((rounded - exact).norm() / exact.norm()))
         same_argmax.append(float((found.argmax(-1) == truth.argmax(-1)).float().mean()))
     mean, own = sum(errors) / len(errors), sum(own_errors) / len(own_errors)
     return {
@@ -257,6 +263,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument(
+        "--weight-dtype", choices=("model", "fp8"), default="model", help="of the target"
+    )
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--address", help="of a coordinator: also compare greedy requests")
     parser.add_argument("--requests", type=int, default=208)
@@ -273,16 +282,17 @@ def main(argv: list[str]) -> int:
         )
     else:
         sequences = sorted(prompts, key=len)[-options.sequences :]
-        folders = (options.target, options.draft)
         torch.cuda.set_device(options.device)  # Triton launches on the current device
-        on_gpu = [
-            load_decoder(folder, torch.bfloat16, options.device, fused=True) for folder in folders
-        ]
-        on_cpu = [load_decoder(folder) for folder in folders]
-        narrow = load_decoder(options.target, torch.bfloat16)
+        kind, narrow = options.weight_dtype, torch.bfloat16
+        on_gpu = (
+            load_decoder(options.target, narrow, options.device, weight_dtype=kind, fused=True),
+            load_decoder(options.draft, narrow, options.device, fused=True),
+        )
+        on_cpu = load_decoder(options.target, weight_dtype=kind), load_decoder(options.draft)
+        plain = load_decoder(options.target), load_decoder(options.target, narrow)
         reports = [
-            check_logits(on_gpu[0], on_cpu[0], narrow, sequences),
-            check_overlap((on_gpu[0], on_gpu[1]), (on_cpu[0], on_cpu[1]), sequences),
+            check_logits(on_gpu[0], on_cpu[0], plain, sequences),
+            check_overlap(on_gpu, on_cpu, sequences),
             check_bits(on_gpu[0], sequences),
         ]
     command = shlex.join(["python", "-m", "specmesh.bench.device_checks", *argv])

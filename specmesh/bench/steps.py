@@ -28,7 +28,7 @@ from specmesh.engine.decoder import Decoder
 from specmesh.engine.families import spec_from_config
 from specmesh.engine.kv_cache import PAGE_SIZE
 from specmesh.engine.step_programs import ProgramSet, Sampler, StepProgram, StepShape
-from specmesh.engine.weights import expected_shapes
+from specmesh.engine.weights import WeightDtype, weight_bytes
 
 BANDWIDTH = 4.3e12  # bytes a second, a device copy on an H200, read and written
 CONTEXT = 600  # tokens of every sequence
@@ -116,11 +116,16 @@ def wall_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> Mea
 
 
 def load(
-    model: str, device: torch.device, *, invariant: bool = True, dtype: torch.dtype = torch.bfloat16
+    model: str,
+    device: torch.device,
+    *,
+    invariant: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: WeightDtype = "model",
 ) -> Decoder:
     """A decoder of a named shape with random weights."""
     spec = spec_from_config(CONFIGS[model])
-    checkpoint: Any = RandomWeights(spec, dtype, device)
+    checkpoint: Any = RandomWeights(spec, dtype, device, weight_dtype)
     return Decoder(spec, checkpoint, dtype=dtype, device=device, fused=True, invariant=invariant)
 
 
@@ -151,12 +156,12 @@ def fill(program: StepProgram, context: int, clear: Callable[[dict[str, Any]], N
 
 def floor_ms(decoder: Decoder, case: StepCase) -> float:
     """Weights once a pass and the K/V of every context, at the bandwidth of a copy."""
-    spec, shape = decoder.spec, case.shape
-    numbers = sum(int(np.prod(size)) for name, size in expected_shapes(spec))
+    spec, shape, item = decoder.spec, case.shape, decoder.dtype.itemsize
+    num_bytes = weight_bytes(spec, decoder.dtype, decoder.weight_dtype)
     if not spec.tie_embeddings:
-        numbers -= spec.num_embeddings * spec.hidden_size  # the embedding: a few rows are read
+        num_bytes -= item * spec.num_embeddings * spec.hidden_size  # a few rows of it are read
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * case.context * shape.num_seqs
-    return shape.num_passes * (numbers + kv) * decoder.dtype.itemsize / BANDWIDTH * 1e3
+    return shape.num_passes * (num_bytes + item * kv) / BANDWIDTH * 1e3
 
 
 def by_parts(program: StepProgram) -> dict[str, float]:
@@ -228,6 +233,7 @@ def measure(
         "first_use_s": first_use_s,
         "context": case.context,
         "invariant": decoder.is_invariant,
+        "weight_dtype": decoder.weight_dtype,
     }
     if parts:
         report["parts_us"] = by_parts(program)

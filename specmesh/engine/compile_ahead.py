@@ -26,7 +26,7 @@ from torch import Tensor
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.families import ModelSpec
 from specmesh.engine.step_programs import Sampler, StepProgram, StepShape
-from specmesh.engine.weights import expected_shapes
+from specmesh.engine.weights import WeightDtype, expected_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,15 @@ TIMEOUT_S = 900.0
 class RandomWeights:
     """Stands in for a checkpoint: normal weights of scale 0.02, made where they are used."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: WeightDtype = "model",
+    ) -> None:
         self._shapes = dict(expected_shapes(spec))
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self.weight_dtype = dtype, device, weight_dtype
 
     def check(self, _spec: ModelSpec, *, shared_embedding: bool = False) -> None:
         """Fits by construction."""
@@ -68,6 +74,7 @@ class Job:
     invariant: bool
     make_sampler: Callable[[torch.device], Sampler]
     shapes: Sequence[StepShape]
+    weight_dtype: WeightDtype = "model"
 
 
 def compile_shapes(job: Job) -> int:
@@ -77,7 +84,7 @@ def compile_shapes(job: Job) -> int:
         torch.cuda.set_device(device)  # Triton launches on the current device
     windows = tuple(dict.fromkeys(job.spec.windows))
     spec = replace(job.spec, num_layers=len(windows), windows=windows)
-    weights: Any = RandomWeights(spec, job.dtype, device)
+    weights: Any = RandomWeights(spec, job.dtype, device, job.weight_dtype)
     decoder = Decoder(
         spec, weights, dtype=job.dtype, device=device, fused=True, invariant=job.invariant
     )
@@ -131,7 +138,8 @@ def _digest(job: Job) -> str:
         triton.__version__,
         torch.__version__,
         torch.cuda.get_device_name(job.device) if torch.cuda.is_available() else "cpu",
-        repr((job.spec, job.dtype, job.page_size, job.invariant, list(job.shapes))),
+        repr((job.spec, job.dtype, job.weight_dtype, job.page_size, job.invariant)),
+        repr(list(job.shapes)),
         repr(job.make_sampler).split(" at 0x")[0],
         *(source.read_text() for source in sources),
     ):

@@ -15,19 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.fp8_weight import join, quantise
 from kernels.reference_layers import inverse_frequencies, rope_amplitude, rope_table
 from specmesh.engine.attention import PoolShape, Workspace, lay_out
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache
-from specmesh.engine.layer_ops import LayerOps, Linear, layer_ops
+from specmesh.engine.layer_ops import LayerOps, Linear, Weight, layer_ops
 from specmesh.engine.restricted_head import HEAD_IDS, check_head_ids, restricted_head
 from specmesh.engine.step_attention import GatheredAttention, HeadNorms, StepAttention
-from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fingerprint
+from specmesh.engine.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Checkpoint,
+    WeightDtype,
+    fingerprint,
+)
 from specmesh.errors import ConfigError
 from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +124,13 @@ class Decoder:
         invariant: bool = True,
     ) -> None:
         """Place the weights. fused: run the project's kernels, which `paged` steps need; invariant:
-        a row's bits then do not depend on its batch. Raises ConfigError."""
+        a row's bits then do not depend on its batch. The checkpoint's weight_dtype says what
+        matrices of layers are kept in. Raises ConfigError."""
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
-        self.fingerprint = fingerprint
+        self.fingerprint, self.weight_dtype = fingerprint, checkpoint.weight_dtype
         check_placement(self.device, dtype)
+        if self.weight_dtype == "fp8":
+            check_fp8(self.device, dtype, fused=fused, invariant=invariant)
         if embedding_from is not None:
             _check_shared_embedding(spec, embedding_from, dtype, self.device)
         checkpoint.check(spec, shared_embedding=embedding_from is not None)
@@ -210,13 +222,26 @@ class Decoder:
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
 
+    def _place_matrix(self, checkpoint: Checkpoint, names: list[str]) -> Weight:
+        """Matrices over the same input as one, in the type that they are kept in."""
+        if self.weight_dtype == "model":
+            return torch.cat([self._place(checkpoint.tensor(name)) for name in names])
+        parts = []
+        for name in names:
+            # From what the file holds, not from its rounding to dtype: one model on all devices.
+            try:
+                parts.append(quantise(checkpoint.tensor(name).to(self.device)))
+            except ValueError as error:
+                raise ConfigError(f"{name}: {error}", field="engine.weight_dtype") from error
+        return join(parts)
+
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:
         layer, spec = f"model.layers.{index}", self.spec
 
-        def merged(names: tuple[str, ...], bias: bool) -> tuple[Tensor, Tensor | None]:
-            weights = [self._place(checkpoint.tensor(f"{layer}.{n}.weight")) for n in names]
+        def merged(names: tuple[str, ...], bias: bool) -> tuple[Weight, Tensor | None]:
+            weight = self._place_matrix(checkpoint, [f"{layer}.{n}.weight" for n in names])
             biases = [self._place(checkpoint.tensor(f"{layer}.{n}.bias")) for n in names if bias]
-            return torch.cat(weights), torch.cat(biases) if bias else None
+            return weight, torch.cat(biases) if bias else None
 
         def vector(name: str) -> Tensor:
             return self._place(checkpoint.tensor(f"{layer}.{name}.weight"))
@@ -258,6 +283,25 @@ def check_placement(device: torch.device, dtype: torch.dtype) -> None:
         raise ConfigError(f"unsupported dtype {dtype} on {device.type}: expected one of {names}")
 
 
+def check_fp8(device: torch.device, dtype: torch.dtype, *, fused: bool, invariant: bool) -> None:
+    """Raise ConfigError where layers cannot run on fp8 weights."""
+    if not fused and dtype is not torch.float32:
+        # What values and scales stand for is exact enough in float32 alone.
+        wrong = f"the reference layers take fp8 weights in float32, not in {dtype}"
+    elif fused and not invariant:
+        wrong = "the vendor's matrix products take no fp8 weights: engine.invariant must be true"
+    elif fused and device.type == "cuda" and _capability(device) < FP8_CAPABILITY:
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        wrong = f"fp8 weights need a GPU of compute capability {needed}"
+    else:
+        return
+    raise ConfigError(wrong, field="engine.weight_dtype")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _check_shared_embedding(
     spec: ModelSpec, owner: Decoder, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -276,25 +320,26 @@ def load_decoder(
     device: str | torch.device = "cpu",
     embedding_from: Decoder | None = None,
     *,
+    weight_dtype: WeightDtype = "model",
     fused: bool = False,
     invariant: bool = True,
 ) -> Decoder:
     """Load a Hugging Face folder. Raises ConfigError saying what is wrong and what is supported.
 
     The real vocabulary is the tokenizer's where the folder has one, else the configuration's.
-    embedding_from shares embedding and head with another decoder of the same process. fused and
-    invariant: see `Decoder`.
+    embedding_from shares embedding and head with another decoder of the same process. weight_dtype:
+    as of `EngineSettings`. fused and invariant: see `Decoder`.
     """
     tokenizer = folder / TOKENIZER_FILE
     vocab_size = load_tokenizer(folder).vocab_size if tokenizer.is_file() else None
     spec = read_spec(folder, vocab_size)
-    with Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder, weight_dtype) as checkpoint:
         return Decoder(
             spec,
             checkpoint,
             dtype=dtype,
             device=device,
-            fingerprint=fingerprint(folder),
+            fingerprint=fingerprint(folder, weight_dtype),
             embedding_from=embedding_from,
             fused=fused,
             invariant=invariant,

@@ -25,7 +25,7 @@ from kernels.reference_attention import AttentionOptions, PagedBatch
 from kernels.rotary_attention import fits, rotary_attention
 from specmesh.engine.families import ModelSpec
 from specmesh.engine.kv_cache import KVCache
-from specmesh.engine.layer_ops import LayerOps, Linear
+from specmesh.engine.layer_ops import LayerOps, Linear, Weight
 from specmesh.engine.step_attention import HeadNorms
 
 FEW_SEQUENCES = 8  # below them, a verify step rotates and attends in launches of their own
@@ -38,7 +38,7 @@ class FusedLinear:
     invariant: a row's bits do not depend on who shares the call.
     """
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     invariant: bool
 
@@ -53,7 +53,7 @@ class FusedLinear:
 class FusedGate:
     """silu(x Wg^T + bg) * (x Wu^T + bu) in one launch; weight [2 width, depth], gate first."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     invariant: bool
 

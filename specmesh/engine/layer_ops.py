@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference_layers
+from kernels.fp8_weight import Fp8Weight
 
 # Fewer rows are padded to this many. oneDNN's products of 1 to 4 rows are slower than that of 5 (by
 # 8 % on one core, 25 % on two, SmolLM2's shapes), and so a decode step and the verify step of 4
@@ -27,6 +28,9 @@ MIN_PACKED_ROWS = 5
 # steps of 355 sizes took 690 MiB of a model of 5 shapes, the last of them after hours. So there are
 # this many sizes between a power of two and the next, none of them an eighth too large.
 SIZES_PER_OCTAVE = 8
+
+
+Weight = Tensor | Fp8Weight  # [n_out, n_in]
 
 
 class Linear(Protocol):
@@ -91,12 +95,13 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """Operations of one device. `gate` makes silu(gate) * up of merged weights, gate first;
-    `rmsnorm` has the signature of `kernels.reference_layers`; `linear_norm(linear, x, residual,
-    weight, eps)` is y = linear(x, residual) and its norm, (y, rmsnorm(y, weight, eps))."""
+    """Operations of one device. `linear` makes a layer of a weight and a bias; `gate`
+    silu(gate) * up of merged ones, gate first; `rmsnorm` has the signature of
+    `kernels.reference_layers`; `linear_norm(linear, x, residual, weight, eps)` is
+    y = linear(x, residual) and its norm, (y, rmsnorm(y, weight, eps))."""
 
-    linear: Callable[[Tensor, Tensor | None], Linear]
-    gate: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+    linear: Callable[[Weight, Tensor | None], Linear]
+    gate: Callable[[Weight, Tensor | None], Callable[[Tensor], Tensor]]
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     linear_norm: Callable[[Linear, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -109,9 +114,15 @@ def _linear_norm(
 
 
 def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """The reference operations of a device and type."""
+    """The reference operations of a device and type. An fp8 weight is multiplied as what it stands
+    for, rounded to the type, and takes as much memory as another."""
     packs = device.type == "cpu" and _can_pack(dtype)
-    linear: Callable[[Tensor, Tensor | None], Linear] = PackedLinear if packs else PlainLinear
+    make: Callable[[Tensor, Tensor | None], Linear] = PackedLinear if packs else PlainLinear
+
+    def linear(weight: Weight, bias: Tensor | None) -> Linear:
+        whole = weight.dequantised(dtype) if isinstance(weight, Fp8Weight) else weight
+        return make(whole, bias)
+
     return LayerOps(
         linear=linear,
         gate=lambda weight, bias: Gate(linear(weight, bias)),

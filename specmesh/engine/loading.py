@@ -7,7 +7,6 @@ links or roles.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ import torch
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import EngineSettings
 from specmesh.engine.block_pool import BlockPool
-from specmesh.engine.decoder import Decoder, check_placement, load_decoder
+from specmesh.engine.decoder import Decoder, check_fp8, check_placement, load_decoder
 from specmesh.engine.executor import Device
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache, page_bytes
 from specmesh.engine.sessions import Limits
-from specmesh.engine.weights import expected_shapes
+from specmesh.engine.weights import WeightDtype, weight_bytes
 from specmesh.errors import ConfigError
 from specmesh.telemetry import installed_version
 from specmesh.tokenizer import load_tokenizer
@@ -52,13 +51,16 @@ def load_model(settings: EngineSettings) -> LoadedModel:
     folder = settings.model
     dtype_name = dtype_of(settings)
     dtype = DTYPES[dtype_name]
-    check_placement(torch.device(settings.device), dtype)
+    device, fused = torch.device(settings.device), is_fused(settings)
+    check_placement(device, dtype)
+    if settings.weight_dtype == "fp8":
+        check_fp8(device, dtype, fused=fused, invariant=settings.invariant)
     tokenizer = load_tokenizer(folder)
-    needed = weight_bytes(read_spec(folder, tokenizer.vocab_size), dtype)
+    needed = weight_bytes(read_spec(folder, tokenizer.vocab_size), dtype, kept_dtype(settings))
     free = _available_bytes(settings.device)
     if needed > free:
         raise ConfigError(
-            f"the weights take {needed / 1e9:.1f} GB in {dtype_name}, {settings.device} has "
+            f"the weights take {needed / 1e9:.1f} GB in {_types(settings)}, {settings.device} has "
             f"{free / 1e9:.1f} GB free",
             field="engine.model",
         )
@@ -66,9 +68,12 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         folder,
         dtype=dtype,
         device=settings.device,
-        fused=is_fused(settings),
+        weight_dtype=settings.weight_dtype,
+        fused=fused,
         invariant=settings.invariant,
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took for a while is free for pages
     spec = decoder.spec
     context_len = settings.max_context_len or spec.max_context_len
     if context_len > spec.max_context_len:
@@ -130,7 +135,7 @@ def _describe(
         max_num_draft_tokens=settings.max_num_draft_tokens,
         device=_device_name(settings.device),
         device_id=_device_id(settings.device),
-        dtype=dtype_of(settings),
+        dtype=_types(settings),
         # Without the contract, matrix products of other batch shapes may round otherwise.
         numeric_contract="invariant" if decoder.is_invariant else "batch-dependent",
         tokenizer=str(folder),
@@ -143,6 +148,17 @@ def dtype_of(settings: EngineSettings) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     return "bfloat16" if torch.device(settings.device).type == "cuda" else "float32"
+
+
+def kept_dtype(settings: EngineSettings) -> WeightDtype:
+    """What matrices of layers take in memory: the reference layers hold fp8 ones as floats."""
+    return settings.weight_dtype if is_fused(settings) else "model"
+
+
+def _types(settings: EngineSettings) -> str:
+    """What weights and K/V are, for people."""
+    name = dtype_of(settings)
+    return name if settings.weight_dtype == "model" else f"{name}, {settings.weight_dtype} weights"
 
 
 def is_fused(settings: EngineSettings) -> bool:
@@ -170,11 +186,6 @@ def _num_pages(
             field="engine.num_pages",
         )
     return min(wanted, affordable)
-
-
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of all weights in a type."""
-    return dtype.itemsize * sum(math.prod(shape) for _, shape in expected_shapes(spec))
 
 
 def _free_bytes(device: str) -> int:

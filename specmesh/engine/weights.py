@@ -1,30 +1,36 @@
 """Reading a model folder's tensors and telling one model from another by its fingerprint.
 
-Owns safetensors access and the names and shapes a checkpoint must have. Must not know how a layer
-computes. Reads lazily: a tensor's pages are touched when the decoder lays it out.
+Owns safetensors access, the names and shapes a checkpoint must have, and what its weights take.
+Must not know how a layer computes. Reads lazily: a tensor's pages are touched when the decoder lays
+it out.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.fp8_weight import fp8_bytes
 from specmesh.engine.families import ModelSpec, read_json
 from specmesh.errors import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+WeightDtype = Literal["model", "fp8"]  # as of EngineSettings.weight_dtype
 CHECKSUMS_FILE = "checksums.json"
 MAX_NAME_BYTES = 255  # of a file: no common file system takes more
 _HASH_CHUNK_BYTES = 1 << 22
+_FP8_MARK = b"fp8: e4m3, max of a channel / 448"  # changes with the rule of `kernels.fp8_weight`
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -52,10 +58,11 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, weight_dtype: WeightDtype = "model") -> str:
     """sha256 over config.json and every weight file: equal exactly for the same model bytes.
 
-    Raises ConfigError where the folder's own checksums.json says that a file is damaged.
+    Weights rounded to another type are another model, with a fingerprint of its own. Raises
+    ConfigError where the folder's own checksums.json says that a file is damaged.
     """
     recorded = recorded_files(folder)
     total = hashlib.sha256()
@@ -67,6 +74,8 @@ def fingerprint(folder: Path) -> str:
                 f"{file} is damaged: sha256 {digest}, recorded {expected}; remove {folder}"
             )
         total.update(digest.encode())
+    if weight_dtype == "fp8":
+        total.update(_FP8_MARK)
     return total.hexdigest()
 
 
@@ -114,10 +123,13 @@ def file_digest(path: Path) -> str:
 
 
 class Checkpoint:
-    """Named tensors of a folder, as a context manager. Tensors are read-only views of the file."""
+    """Named tensors of a folder, as a context manager. Tensors are read-only views of the file.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    weight_dtype: what a decoder keeps the matrices of layers in.
+    """
+
+    def __init__(self, folder: Path, weight_dtype: WeightDtype = "model") -> None:
+        self._folder, self.weight_dtype = folder, weight_dtype
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
         try:
@@ -203,3 +215,14 @@ def expected_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         if spec.qk_norm:
             yield f"{layer}.self_attn.q_norm.weight", (spec.head_dim,)
             yield f"{layer}.self_attn.k_norm.weight", (spec.head_dim,)
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, weight_dtype: WeightDtype = "model") -> int:
+    """Bytes of all weights in a type, the matrices of layers as `weight_dtype` says."""
+    total = 0
+    for name, shape in expected_shapes(spec):
+        if weight_dtype == "fp8" and len(shape) == 2 and name not in (EMBEDDING, HEAD):
+            total += fp8_bytes(*shape)
+        else:
+            total += dtype.itemsize * math.prod(shape)
+    return total
