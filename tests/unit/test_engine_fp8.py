@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coordinator.fleet import Fleet
+from coordinator.messages import Side
 from kernels.fp8_weight import quantise
+from protos.specmesh.v1 import session_pb2
 from specmesh.bench import weight_error
 from specmesh.cli.up import default_cache_dir
 from specmesh.config import EngineSettings
@@ -18,7 +23,7 @@ from specmesh.engine.families import read_spec
 from specmesh.engine.loading import load_model
 from specmesh.engine.model_folder import prepare_default_models
 from specmesh.engine.weights import expected_shapes, fingerprint, weight_bytes
-from specmesh.errors import ConfigError
+from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import load_tokenizer
 from tests.e2e.tiny_pair import write_pair
 from tests.unit.tiny_models import PackedRun, random_tokens, save, tiny_model
@@ -74,6 +79,21 @@ def test_services_say_what_they_run(tmp_path: Path) -> None:
     assert (plain.dtype, fp8.dtype) == ("float32", "float32, fp8 weights")
     assert plain.fingerprint != fp8.fingerprint == fingerprint(folder, "fp8")
     assert plain.total_pages == fp8.total_pages == 8
+    _check_replicas(plain, fp8)
+
+
+def _check_replicas(plain: session_pb2.ModelInfo, fp8: session_pb2.ModelInfo) -> None:
+    """A coordinator takes two targets of one form, and a draft of any; no targets of both."""
+    vocabulary = SimpleNamespace(vocab_hash=plain.vocab_hash)
+    for first, other in ((plain, fp8), (fp8, plain)):
+        fleet: Any = SimpleNamespace(_vocabulary=vocabulary, _identity={})
+        links: Any = [SimpleNamespace(side=Side.TARGET, address=str(i)) for i in range(3)]
+        Fleet.check(fleet, links[0], first)
+        Fleet.check(fleet, links[1], first)
+        with pytest.raises(ModelMismatch, match="target 2 runs other weights than 0"):
+            Fleet.check(fleet, links[2], other)
+        drafting: Any = SimpleNamespace(side=Side.DRAFT, address="draft")
+        Fleet.check(fleet, drafting, other)
 
 
 def test_weights_are_counted_as_they_are_kept(tmp_path: Path) -> None:
