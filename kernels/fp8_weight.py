@@ -69,8 +69,8 @@ def join(parts: Sequence[Fp8Weight]) -> Fp8Weight:
     """Weights over the same input as one, the first one's channels first."""
     if len(parts) == 1:
         return parts[0]
-    values = torch.cat([part.values for part in parts])
-    return Fp8Weight(values, torch.cat([part.scale for part in parts]))
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])  # bytes: on any device
+    return Fp8Weight(values.view(FP8), torch.cat([part.scale for part in parts]))
 
 
 def _quantise(rows: Tensor) -> Fp8Weight:
