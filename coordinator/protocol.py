@@ -64,6 +64,8 @@ _REOPEN = frozenset(
 )
 _MOVE = frozenset({"NOT_READY", "TOO_BUSY", "INTERNAL"})
 _BAD_CONTENT = frozenset({"INVALID_REQUEST", "CORRUPT_FRAME"})
+MAX_TRIAL_ROUNDS = 3  # with candidates in a row, after which plain decoding goes on as before
+CHAIN_STEPS = 8  # of a first plain command after more of them: a chain of passes of the target
 
 
 class Session:
@@ -85,9 +87,10 @@ class Session:
         self.draft = Drafting(plan, self.ledger, self._actions)
         self._round: Round | None = None
         self._first_round = True  # no ordinary round was begun yet
-        # Steps of the next plain command: all that may be where no draft can come back, else more
-        # the longer none was there.
-        self._plain_steps = plan.plain_steps if plan.num_draft_tokens == 0 else 1
+        # Steps of the next plain command after rounds with candidates, or while a draft may come
+        # back: more, the longer there were none.
+        self._plain_steps = 1
+        self._num_drafted = 0  # rounds in a row that asked for candidates
         self._tally = Tally()
 
     @property
@@ -198,6 +201,7 @@ class Session:
             self._go_plain(fallback)
             return
         self._plain_steps = 1
+        self._num_drafted += 1
         self.stage = Stage.DRAFTING
         self.draft.request(k)
 
@@ -211,10 +215,21 @@ class Session:
             current.num_steps = 1
         else:
             room = self.plan.max_len - current.base_len
-            current.num_steps = min(self._plain_steps, room)
-            growth = 4 if fallback == "policy" else 2
-            self._plain_steps = min(growth * self._plain_steps, self.plan.plain_steps)
+            current.num_steps = min(self._next_plain_steps(fallback), room)
         self._send_verify()
+
+    def _next_plain_steps(self, fallback: str) -> int:
+        """Steps of a plain command: all that may be where the request wants no candidates, or the
+        policy none but for a trial; else more the longer there were none, so that the policy is
+        asked again soon."""
+        most, is_chosen = self.plan.plain_steps, fallback == "policy"
+        was_trial = self._num_drafted <= MAX_TRIAL_ROUNDS
+        self._num_drafted = 0
+        if fallback == "request" or (is_chosen and was_trial and self._plain_steps == 1):
+            return most
+        steps = min(most, max(self._plain_steps, CHAIN_STEPS if is_chosen else 1))
+        self._plain_steps = (CHAIN_STEPS if is_chosen else 2) * steps
+        return steps
 
     def _is_audited(self) -> bool:
         """A fixed share of rounds, picked by the digest of the prefix: no draw is spent on it."""

@@ -14,10 +14,11 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
+from coordinator.costs import RoundSample
 from coordinator.decide import AuditResult
 from coordinator.messages import Failed, RoundDone, Side
-from coordinator.policy import RoundSample, SessionPolicy
-from coordinator.protocol import Session
+from coordinator.policy import SessionPolicy
+from coordinator.protocol import CHAIN_STEPS, Session
 from coordinator.stages import Stage
 from coordinator.translate import boundaries_of
 from protos.specmesh.v1 import session_pb2
@@ -286,5 +287,7 @@ def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:
         batch_size=batch_size,
         batch_rows=batch_rows,
         forward_s=record.target.forward_us * 1e-6,
+        queue_s=record.target.queue_us * 1e-6,
         is_later_part=done.offset > 0,
+        is_cut=not (done.more or done.num_draft_tokens) and done.num_tokens < CHAIN_STEPS,
     )

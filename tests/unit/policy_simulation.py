@@ -12,7 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.policy import RoundSample, SessionPolicy, SharedPolicy
+from coordinator.costs import RoundSample
+from coordinator.policy import SessionPolicy, SharedPolicy
 from specmesh.planning import expected_tokens
 
 LIMIT = 8

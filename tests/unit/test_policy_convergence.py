@@ -23,7 +23,7 @@ WORLDS = {
     "1B draft on chat": World((0.62, 0.66, 0.70), draft=0.9, draft_per_sequence=0.01),
     "useless 1B draft": World((0.2,), draft=0.9, draft_per_sequence=0.01),
 }
-SEEDS = {1: 6, 4: 4, 16: 1, 64: 1}  # many sessions are many draws already
+SEEDS = {1: 16, 4: 4, 16: 1, 64: 1}  # many sessions are many draws already
 
 
 def runs(world: World, batch: int, noise: float) -> list[Run]:
@@ -85,18 +85,17 @@ def test_k_is_among_the_planning_model_s_best() -> None:
         assert share >= 0.75, f"{name}: {chosen}, expected {good}"
 
 
-def test_sessions_measure_again_one_after_another() -> None:
-    """Of 16 sessions that draft, each decodes plainly once in a while, and never many at once.
-
-    Trials of all at the same time would cost a round of everybody's, again and again.
-    """
+def test_sessions_that_draft_measure_plain_decoding_together_and_rarely() -> None:
+    """Of 16 sessions that draft each decodes plainly now and then, all at the same time: alone
+    among candidates none would show what it costs. And all of it is little."""
     run = Run(WORLDS["4-layer draft, .8"], 16)
     run.passes(SETTLED)
     run.restart()
-    run.passes(RETRY_ROUNDS + 32)
+    run.passes(4 * RETRY_ROUNDS)
     plain = [sum(k == 0 for k in ks) for ks in run.chosen]
-    assert max(plain) <= 3
-    assert sum(plain) >= 12
+    assert max(plain) == 16
+    assert sum(count > 0 for count in plain) <= 12
+    assert run.goodput_share() >= 0.97
 
 
 def test_many_sessions_give_up_a_useless_draft_together() -> None:

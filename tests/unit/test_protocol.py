@@ -266,15 +266,45 @@ def asked_steps(loopback: Loopback) -> list[int]:
 
 
 def test_plain_decoding_asks_for_many_steps() -> None:
-    """Where no draft can come back a command asks for all it may at once; where one may, for more
-    the longer none was there, and faster where it is the policy that wants none."""
+    """Where no candidates are wanted a command asks for all it may at once, be it the request or
+    the policy that wants none; where a draft may come back, for more the longer none was there."""
     fixed = run(plan_of(num_draft_tokens=0, plain_steps=8))
     assert asked_steps(fixed) == [1, 8, 8, 8, 5]
     assert not any(isinstance(action, PlaceDraft) for action in fixed.others)
     away = run(plan_of(plain_steps=8))
     assert asked_steps(away) == [1, 1, 2, 4, 8, 8, 6]
     unwanted = run(plan_of(plain_steps=8), FakeDraft(), choose=lambda limit: 0)
-    assert asked_steps(unwanted) == [1, 1, 4, 8, 8, 8]
+    assert asked_steps(unwanted) == asked_steps(fixed)
+
+
+@pytest.mark.parametrize(("num_drafted", "steps"), [(1, [64]), (3, [64]), (4, [8, 64])])
+def test_plain_decoding_goes_on_after_a_trial(num_drafted: int, steps: list[int]) -> None:
+    """After up to three rounds with candidates plain commands are as long as before; where there
+    were more the policy is asked again soon."""
+    loopback: Loopback
+
+    asked_at: set[int] = set()
+
+    def choose(limit: int) -> int:
+        asked_at.add(loopback.session.ledger.confirmed_len)
+        return min(limit, 2) if len(asked_at - {len(PROMPT)}) <= num_drafted else 0
+
+    plan = plan_of(max_len=len(PROMPT) + 200, plain_steps=64)
+    loopback = Loopback(
+        make_session(plan, choose), {"target": FakeTarget()}, {"draft": FakeDraft()}
+    )
+    loopback.run()
+    plain = [count for count in asked_steps(loopback) if count > 1]
+    assert plain[: len(steps)] == steps
+
+
+def test_a_session_that_wants_no_candidates_does_what_a_plain_request_does() -> None:
+    """At k = 0 under the policy every command is that of a request for k = 0, none of them is the
+    draft's, and nothing is appended or filled there."""
+    fixed = run(plan_of(num_draft_tokens=0, plain_steps=8), FakeDraft())
+    chosen = run(plan_of(plain_steps=8), FakeDraft(), choose=lambda limit: 0)
+    assert [send for send in chosen.sent if send.side is Side.DRAFT] == []
+    assert [send.commands for send in chosen.sent] == [send.commands for send in fixed.sent]
 
 
 def test_audited_rounds_come_back_with_rows() -> None:
@@ -336,7 +366,7 @@ def test_closing_happens_once_per_side() -> None:
 @pytest.mark.parametrize("cycle", [(3, 0, 3), (1, 8, 0, 0, 2), (0, 5)])
 def test_k_may_change_at_every_round(cycle: tuple[int, ...], decide_here: bool) -> None:
     """k = 3, 0, 3 and the like: what was not fed meanwhile is fed then, the tokens are the same."""
-    plan = plan_of(decide_here=decide_here)
+    plan = plan_of(decide_here=decide_here, plain_steps=4)
     loopback: Loopback
 
     def choose(limit: int) -> int:
