@@ -24,15 +24,14 @@ from kernels.shaping import thresholds
 from protos.specmesh.v1 import draft_pb2, session_pb2
 from specmesh import wire
 from specmesh.engine.device_side import (
-    HostArrays,
     clear_parameters,
     filters_of,
     pack_parameters,
     parameter_fields,
 )
 from specmesh.engine.scheduler import Segment, Task
-from specmesh.engine.step_buffers import FLOAT32, Field
-from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
+from specmesh.engine.step_buffers import FLOAT32, Field, HostArrays
+from specmesh.engine.step_programs import ProgramBuffers, StepShape
 from specmesh.errors import NumericFault
 
 TRUNCATION = Truncation(wire.MAX_SPARSE_IDS, wire.DROPPED_MASS)
@@ -62,9 +61,16 @@ class DraftSampler:
         ]
 
     def sample(
-        self, logits: Tensor, buffers: ProgramBuffers, shape: StepShape, pass_index: int
+        self,
+        logits: Tensor,
+        buffers: ProgramBuffers,
+        shape: StepShape,
+        pass_index: int,
+        *,
+        is_fed_by_host: bool,
     ) -> Tensor:
         """See `step_programs.Sampler`."""
+        del is_fed_by_host  # the token drawn sits behind what was fed, by whomever
         inputs, outputs = buffers.inputs.device, buffers.outputs.device
         limits = None
         if shape.is_filtered:
@@ -161,9 +167,8 @@ class DeviceProposer:
         """Write a session's parameters; the round's base_len keys its noise."""
         pack_parameters(task.session, task.base_len, slot, host)
 
-    def read(self, program: StepProgram) -> DrawnStep:
+    def read(self, outputs: HostArrays) -> DrawnStep:
         """The outputs of a step, once for all its sessions."""
-        outputs = program.buffers.outputs.host
         return DrawnStep(
             tokens=outputs["tokens"].T.tolist(),
             reports=outputs["reports"].tolist(),

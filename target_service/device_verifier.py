@@ -26,7 +26,6 @@ from kernels.shaping import thresholds
 from protos.specmesh.v1 import target_pb2
 from specmesh import wire
 from specmesh.engine.device_side import (
-    HostArrays,
     bucket_for,
     clear_parameters,
     filters_of,
@@ -37,8 +36,8 @@ from specmesh.engine.device_side import (
 from specmesh.engine.role import Part
 from specmesh.engine.scheduler import Segment, Task
 from specmesh.engine.sessions import Session
-from specmesh.engine.step_buffers import FLOAT32, Field
-from specmesh.engine.step_programs import ProgramBuffers, StepProgram, StepShape
+from specmesh.engine.step_buffers import FLOAT32, Field, HostArrays
+from specmesh.engine.step_programs import ProgramBuffers, StepShape
 from specmesh.errors import NumericFault
 from specmesh.sparse_rows import SparseRows
 from target_service.verifier import MAX_CHAIN, Verifying, answer
@@ -85,13 +84,19 @@ class TargetSampler:
         ]
 
     def sample(
-        self, logits: Tensor, buffers: ProgramBuffers, shape: StepShape, pass_index: int
+        self,
+        logits: Tensor,
+        buffers: ProgramBuffers,
+        shape: StepShape,
+        pass_index: int,
+        *,
+        is_fed_by_host: bool,
     ) -> Tensor:
-        """See `step_programs.Sampler`. Passes after the first decode one token a sequence."""
+        """See `step_programs.Sampler`. Passes that the host does not feed decode a token each."""
         inputs, outputs = buffers.inputs.device, buffers.outputs.device
-        rows = shape.rows_per_seq if pass_index == 0 else 1
+        rows = shape.rows_per_seq if is_fed_by_host else 1
         # A round with candidates ends with the first pass, also where others decode on.
-        num_candidates = inputs["num_candidates" if pass_index == 0 else "later_candidates"]
+        num_candidates = inputs["num_candidates" if is_fed_by_host else "later_candidates"]
         candidates = inputs["candidates"][:, : rows - 1]
         draft = None
         if rows > 1 and shape.num_ids:
@@ -112,7 +117,7 @@ class TargetSampler:
             num_candidates=num_candidates,
             seeds=inputs["seeds"],
             # A later pass has no candidates: its base is all that was fed.
-            base_lens=inputs["base_lens"] if pass_index == 0 else inputs["context_lens"],
+            base_lens=inputs["base_lens" if is_fed_by_host else "context_lens"],
             rules=inputs["rules"],
             temperatures=inputs["temperatures"],
             stop_ids=inputs["stop_ids"],
@@ -262,9 +267,9 @@ class DeviceVerifier:
             host["draft_ids"][slot, index, len(ids) :] = -1
             host["draft_weights"][slot, index, : len(ids)] = weights
 
-    def read(self, program: StepProgram) -> DecidedStep:
+    def read(self, outputs: HostArrays) -> DecidedStep:
         """The outputs of a step as Python values, once for all its sessions."""
-        return decided_step(program.buffers.outputs.host)
+        return decided_step(outputs)
 
     def commit(
         self, task: Task, slot: int, num_passes: int, step: DecidedStep

@@ -27,7 +27,8 @@ from specmesh.engine.compile_ahead import RandomWeights
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.families import spec_from_config
 from specmesh.engine.kv_cache import PAGE_SIZE
-from specmesh.engine.step_programs import ProgramSet, Sampler, StepProgram, StepShape
+from specmesh.engine.program_set import ProgramSet
+from specmesh.engine.step_programs import Sampler, StepProgram, StepShape
 from specmesh.engine.weights import WeightDtype, weight_bytes
 
 BANDWIDTH = 4.3e12  # bytes a second, a device copy on an H200, read and written

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,12 @@ import torch
 
 from specmesh.engine.device_side import DeviceSide, bucket_for, powers, query_lens
 from specmesh.engine.executor import MAX_SEQS, Device, StepOutcome
+from specmesh.engine.program_set import ProgramSet
 from specmesh.engine.role import Finished, isolated
+from specmesh.engine.run_ahead import Chain, RunAhead
 from specmesh.engine.scheduler import Segment, Step, Task
-from specmesh.engine.step_programs import ProgramSet, StepProgram, StepShape
+from specmesh.engine.step_buffers import HostArrays
+from specmesh.engine.step_programs import StepProgram, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,32 @@ class _Launch:
         return [*self.short, self.long] if self.long is not None else self.short
 
 
+@dataclass(slots=True)
+class _Gathered:
+    """What the launches of a step have given so far; rows: logits for roles that decide."""
+
+    start_ns: int
+    batch_size: int
+    finished: list[Finished] = field(default_factory=list)
+    unfinished: list[Task] = field(default_factory=list)
+    left: list[Task] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def outcome(self, end_ns: int, width: int) -> StepOutcome:
+        """All of it; width: of a row."""
+        logits = torch.cat(self.rows) if self.rows else torch.empty(0, width)
+        return StepOutcome(
+            logits,
+            self.finished,
+            self.unfinished,
+            self.start_ns,
+            end_ns,
+            self.num_tokens,
+            self.left,
+        )
+
+
 class ProgramExecutor:
     """Runs steps as programs. Same interface as `executor.StepExecutor`."""
 
@@ -78,48 +107,120 @@ class ProgramExecutor:
         most_seqs = buckets.num_seqs[-1] + 1
         rows = most_seqs * side.round_up(buckets.max_query_lens[-1], 0)[0]
         self.programs = ProgramSet(device.decoder, device.cache, side.sampler, rows)
+        self._ahead: RunAhead | None = None
 
-    def run(self, step: Step, meanwhile: Callable[[], object] = lambda: None) -> StepOutcome:
+    def run(
+        self,
+        step: Step,
+        meanwhile: Callable[[], object] = lambda: None,
+        may_run_ahead: Callable[[], bool] = lambda: False,
+    ) -> StepOutcome:
         """Perform the copies and the passes; K/V is written and the ledgers say so.
 
         Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
         by the launch that failed and by those after it.
         """
-        start_ns = self._clock_ns()
+        gathered = _Gathered(self._clock_ns(), len(step.segments))
         for source, copy in step.copies:
             self._device.cache.copy_page(source, copy)
-        finished: list[Finished] = []
-        unfinished: list[Task] = []
-        slow_rows: list[torch.Tensor] = []
-        num_slow = num_tokens = 0
-        for launch in self._launches(step.segments):
-            segments = launch.segments
-            wanted = self._num_wanted(launch, step.num_holders)
-            program = self._program(launch, max(wanted))
-            num_rows = self._pack(program, launch, wanted)
-            num_tokens += num_rows
-            self.programs.run(program, meanwhile)
-            end_ns = self._clock_ns()
-            decided = self._side.read(program)
-            for index, (segment, count) in enumerate(zip(segments, wanted, strict=True)):
-                slot = index if segment is not launch.long else program.shape.num_seqs
-                task = segment.task
-                task.batch_rows = max(task.batch_rows, num_rows)
-                self._account(task, segment, len(step.segments), start_ns, end_ns)
-                if not segment.is_last:
-                    unfinished.append(task)
-                elif self._side.takes(task) and segment.num_rows:
-                    outcome = self._commit(task, slot, count, decided)
-                    finished.append(Finished(task, 0, 0, outcome))
-                else:
-                    first = slot * program.shape.rows_per_seq
-                    rows = program.logits[first : first + segment.num_rows]
-                    finished.append(Finished(task, num_slow, segment.num_rows))
-                    num_slow += segment.num_rows
-                    slow_rows.append(rows.float().cpu())
+        ahead, self._ahead = self._ahead, None
+        own = ahead.own(step.segments) if ahead is not None else []
+        if ahead is not None and own:
+            taken = {id(segment) for _, segment in own}
+            gathered.left += [s.task for s in step.segments if id(s) not in taken]
+            self._land(ahead, own, gathered, meanwhile, may_run_ahead)
+        else:
+            launches = self._launches(step.segments)
+            for launch in launches:
+                may = may_run_ahead if len(launches) == 1 else None
+                self._launch(launch, step.num_holders, gathered, meanwhile, may)
         width = self._device.decoder.spec.num_embeddings
-        logits = torch.cat(slow_rows) if slow_rows else torch.empty(0, width)
-        return StepOutcome(logits, finished, unfinished, start_ns, self._clock_ns(), num_tokens)
+        return gathered.outcome(self._clock_ns(), width)
+
+    def _launch(
+        self,
+        launch: _Launch,
+        num_holders: int,
+        gathered: _Gathered,
+        meanwhile: Callable[[], object],
+        may_run_ahead: Callable[[], bool] | None,
+    ) -> None:
+        """Run one program. may_run_ahead: None where others follow in the same step."""
+        wanted = self._num_wanted(launch, num_holders)
+        program = self._program(launch, max(wanted))
+        num_rows = self._pack(program, launch, wanted)
+        follow = None
+        if may_run_ahead is not None and launch.long is None and program.shape.can_repeat:
+            chain = Chain.of(program, launch.short, self._page_size)
+            follow = self._follow(chain, wanted, may_run_ahead)
+        outputs = self.programs.run(program, meanwhile, follow)
+        slots = [*range(len(launch.short)), program.shape.num_seqs]
+        self._take(
+            program, list(zip(slots, launch.segments, wanted, strict=False)), num_rows, outputs,
+            gathered,
+        )  # fmt: skip
+
+    def _land(
+        self,
+        ahead: RunAhead,
+        own: Sequence[tuple[int, Segment]],
+        gathered: _Gathered,
+        meanwhile: Callable[[], object],
+        may_run_ahead: Callable[[], bool],
+    ) -> None:
+        """Wait for a chain that runs already, and take it for those it counts for."""
+        chain, program = ahead.chain, ahead.chain.program
+        num_passes = program.shape.num_passes
+        follow = None
+        if len(own) == len(chain.tasks) and not gathered.left:
+            follow = self._follow(chain, [num_passes] * len(own), may_run_ahead)
+        outputs = program.wait(ahead.running, meanwhile, follow)
+        taken = [(slot, segment, num_passes) for slot, segment in own]
+        self._take(program, taken, len(chain.tasks), outputs, gathered)
+
+    def _follow(
+        self, chain: Chain, num_taken: Sequence[int], may_run_ahead: Callable[[], bool]
+    ) -> Callable[[], None] | None:
+        """Launches the next chain behind this one; None where this one cannot be followed."""
+        if not all(map(self._side.takes, chain.tasks)):
+            return None
+        if not chain.can_be_followed(num_taken, self._side.num_wanted):
+            return None
+
+        def launch() -> None:
+            if may_run_ahead():
+                self._ahead = RunAhead(chain.following(), chain.program.launch_again())
+
+        return launch
+
+    def _take(
+        self,
+        program: StepProgram,
+        taken: Sequence[tuple[int, Segment, int]],
+        num_rows: int,
+        outputs: HostArrays,
+        gathered: _Gathered,
+    ) -> None:
+        """Turn outputs into outcomes. taken: (slot, segment, tokens drawn for it); num_rows: token
+        rows of the launch."""
+        end_ns, decided = self._clock_ns(), self._side.read(outputs)
+        gathered.num_tokens += num_rows
+        num_slow = sum(len(rows) for rows in gathered.rows)
+        for slot, segment, count in taken:
+            task = segment.task
+            task.batch_rows = max(task.batch_rows, num_rows)
+            self._account(task, segment, gathered.batch_size, gathered.start_ns, end_ns)
+            if not segment.is_last:
+                gathered.unfinished.append(task)
+            elif self._side.takes(task) and segment.num_rows:
+                outcome = self._commit(task, slot, count, decided)
+                gathered.finished.append(Finished(task, 0, 0, outcome))
+            else:
+                first = slot * program.shape.rows_per_seq
+                rows = program.logits[first : first + segment.num_rows]
+                gathered.finished.append(Finished(task, num_slow, segment.num_rows))
+                num_slow += segment.num_rows
+                gathered.rows.append(rows.float().cpu())
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages, so that a fault (NaN) in them is never read by their next owner."""

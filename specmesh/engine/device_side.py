@@ -18,10 +18,8 @@ from kernels.sampling import Rule
 from kernels.shaping import Filters
 from specmesh.engine.scheduler import Segment, Task
 from specmesh.engine.sessions import Session
-from specmesh.engine.step_buffers import FLOAT32, INT64, Field
-from specmesh.engine.step_programs import Sampler, StepProgram, StepShape
-
-HostArrays = dict[str, Any]
+from specmesh.engine.step_buffers import FLOAT32, INT64, Field, HostArrays
+from specmesh.engine.step_programs import Sampler, StepShape
 
 
 class DeviceSide(Protocol):
@@ -59,8 +57,8 @@ class DeviceSide(Protocol):
     def pack(self, task: Task, slot: int, host: HostArrays) -> None:
         """Write a task's parameters."""
 
-    def read(self, program: StepProgram) -> Any:
-        """The outputs of a step, once for all its sessions; used before the next step runs."""
+    def read(self, outputs: HostArrays) -> Any:
+        """The outputs of a step, once for all its sessions; used before the next step is read."""
 
     def commit(self, task: Task, slot: int, num_passes: int, step: Any) -> Any | None:
         """Turn outputs into the task's outcome, as `Role.advance` does, and move its ledger.

@@ -35,7 +35,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a pass gave: logits float32 [num_rows, width], whose they are, and who goes on."""
+    """What a pass gave: logits float32 [num_rows, width], whose they are, and who goes on.
+
+    left: tasks of the step that were not in the pass; they come again.
+    """
 
     logits: Tensor
     finished: list[Finished]
@@ -43,16 +46,24 @@ class StepOutcome:
     start_ns: int
     end_ns: int
     num_tokens: int
+    left: Sequence[Task] = ()
 
 
 class Executor(Protocol):
     """What runs the scheduler's steps."""
 
-    def run(self, step: Step, meanwhile: Callable[[], object]) -> StepOutcome:
+    def run(
+        self,
+        step: Step,
+        meanwhile: Callable[[], object],
+        may_run_ahead: Callable[[], bool],
+    ) -> StepOutcome:
         """Perform the copies and the passes of a step; blocks until the device is done.
 
         meanwhile is called once or more: while a device works that is not this thread, or before
-        a pass on this thread. Parts of answers are sent in it.
+        a pass on this thread. Parts of answers are sent in it. may_run_ahead: asked shortly before
+        the end, whether the device may go on with the same sessions before it is known what comes
+        next; the following step finds that work done or under way.
         """
         ...
 
@@ -76,12 +87,18 @@ class StepExecutor:
         self._device = device
         self._clock_ns = clock_ns
 
-    def run(self, step: Step, meanwhile: Callable[[], object] = lambda: None) -> StepOutcome:
+    def run(
+        self,
+        step: Step,
+        meanwhile: Callable[[], object] = lambda: None,
+        may_run_ahead: Callable[[], bool] = lambda: False,
+    ) -> StepOutcome:
         """Perform the copies and the pass; K/V is written and the ledgers say so.
 
         Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
         then.
         """
+        del may_run_ahead  # the device is this thread
         meanwhile()  # the pass takes this thread: what can be done beside it comes first
         start_ns = self._clock_ns()
         for source, copy in step.copies:

@@ -267,6 +267,10 @@ class Engine:
         self._send_parts()
         self._read_early()
 
+    def _nothing_waits(self) -> bool:
+        """Whether the sessions in the pass are all there is: nobody else wants the next one."""
+        return not self._held and self._inbox.empty() and not self._scheduler.has_work
+
     def _send_parts(self) -> None:
         if self._desk.make_parts():
             self._flush()
@@ -306,7 +310,7 @@ class Engine:
     def _run(self, step: Step) -> None:
         tasks = [segment.task for segment in step.segments]
         try:
-            outcome = self._executor.run(step, self._overlap)
+            outcome = self._executor.run(step, self._overlap, self._nothing_waits)
         except Exception as error:
             self._send_parts()  # of the pass before: what became of this one must not matter
             logger.exception("a forward pass failed")
@@ -317,9 +321,10 @@ class Engine:
                     task, InternalError(f"the forward pass failed: {type(error).__name__}")
                 )
             return
-        for task in outcome.unfinished:
+        for task in (*outcome.unfinished, *outcome.left):
             self._scheduler.add(task)
-        spans = [task.span for task in tasks]
+        left = set(map(id, outcome.left))
+        spans = [task.span for task in tasks if id(task) not in left]
         self._desk.put_off(partial(self._observe, outcome, spans))
         if outcome.finished:
             self._advance(outcome.finished, outcome.logits)

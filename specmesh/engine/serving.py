@@ -273,6 +273,7 @@ def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -
         Job(
             spec=spec,
             dtype=DTYPES[dtype_of(settings)],
+            weight_dtype=settings.weight_dtype,
             device=settings.device,
             page_size=settings.page_size,
             invariant=settings.invariant,

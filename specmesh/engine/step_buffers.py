@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+HostArrays = dict[str, Any]
 
 _ALIGNMENT = 16  # bytes: vector loads of every type
 
@@ -45,35 +48,57 @@ class Field:
 class StepBuffer:
     """Named arrays in one block, mirrored on host (numpy views) and device (tensor views).
 
-    The host's block is page-locked where the device is a GPU, so copies are asynchronous: the
-    caller waits for the device before it writes or reads `host` again.
+    The host's blocks are page-locked where the device is a GPU, so copies are asynchronous: the
+    caller waits for the device before it writes or reads them again. There are two, used in turn by
+    `download`, so that one copy can be read while the next is on its way; `host` is the first.
     """
 
     def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
         """Zeroed memory for these fields."""
         num_bytes = sum(field.num_bytes for field in fields) or _ALIGNMENT
         pinned = device.type == "cuda"
-        self._host_block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._host_blocks = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        ]
         self._device_block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.host: dict[str, Any] = {}
+        self._hosts = [_views(block.numpy(), fields) for block in self._host_blocks]
+        self._turn = 0
         self.device: dict[str, Tensor] = {}
-        block, start = self._host_block.numpy(), 0
+        start = 0
         for field in fields:
             end = start + int(np.prod(field.shape)) * field.dtype.itemsize
-            self.host[field.name] = block[start:end].view(field.dtype).reshape(field.shape)
             view = self._device_block[start:end].view(_TORCH_TYPES[field.dtype])
             self.device[field.name] = view.view(field.shape)
             start += field.num_bytes
 
     @property
+    def host(self) -> HostArrays:
+        """Arrays that `upload` sends."""
+        return self._hosts[0]
+
+    @property
     def num_bytes(self) -> int:
-        """Size of the block."""
-        return self._host_block.numel()
+        """Size of a block."""
+        return self._device_block.numel()
 
     def upload(self) -> None:
         """Copy host to device, in the stream's order."""
-        self._device_block.copy_(self._host_block, non_blocking=True)
+        self._device_block.copy_(self._host_blocks[0], non_blocking=True)
 
-    def download(self) -> None:
-        """Copy device to host, in the stream's order; wait for the device before reading."""
-        self._host_block.copy_(self._device_block, non_blocking=True)
+    def download(self) -> HostArrays:
+        """Copy device to host, in the stream's order; wait for the device before reading.
+
+        Returns the arrays that it goes to; the copy after the next one overwrites them.
+        """
+        self._turn ^= 1
+        self._host_blocks[self._turn].copy_(self._device_block, non_blocking=True)
+        return self._hosts[self._turn]
+
+
+def _views(block: npt.NDArray[np.uint8], fields: Sequence[Field]) -> HostArrays:
+    views, start = {}, 0
+    for field in fields:
+        end = start + int(np.prod(field.shape)) * field.dtype.itemsize
+        views[field.name] = block[start:end].view(field.dtype).reshape(field.shape)
+        start += field.num_bytes
+    return views

@@ -13,9 +13,8 @@ max_query_len. Sequence num_seqs is the long one. Rows and sequences not in use 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,12 +26,12 @@ from kernels.reference_attention import PagedBatch
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.fused import PagedAttention, PagedGroup
 from specmesh.engine.kv_cache import KVCache
-from specmesh.engine.step_buffers import Field, StepBuffer
-
-logger = logging.getLogger(__name__)
+from specmesh.engine.step_buffers import Field, HostArrays, StepBuffer
 
 MARGIN_S = 0.0003  # how long before the usual end of a step the host looks for work once more
+LAUNCH_S = 0.003  # how long before it a chain that follows is launched: more than launching takes
 USUAL_WEIGHT = 0.1
+MIN_CHAIN_TO_REPEAT = 8  # passes of chains that can be launched behind themselves
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,6 +64,12 @@ class StepShape:
         return self.num_seqs * self.max_query_len + self.long_rows
 
     @property
+    def can_repeat(self) -> bool:
+        """Whether a chain of this shape can follow itself without the host: plain decoding."""
+        is_plain = self.max_query_len == 1 and self.rows_per_seq == 1 and not self.long_rows
+        return is_plain and self.num_passes >= MIN_CHAIN_TO_REPEAT
+
+    @property
     def cost_order(self) -> tuple[int, int, bool, int]:
         """Sorts programs that cover the same step, the cheapest first."""
         return self.num_rows, self.max_context_len, self.is_filtered, self.num_ids
@@ -93,9 +98,16 @@ class Sampler(Protocol):
         """Arrays that it writes."""
 
     def sample(
-        self, logits: Tensor, buffers: ProgramBuffers, shape: StepShape, pass_index: int
+        self,
+        logits: Tensor,
+        buffers: ProgramBuffers,
+        shape: StepShape,
+        pass_index: int,
+        *,
+        is_fed_by_host: bool,
     ) -> Tensor:
-        """Draw from logits [num_slots * rows_per_seq, width] (later passes: [num_slots, width]).
+        """Draw from logits [num_slots * rows_per_seq, width], where the host fed the pass; else it
+        was fed the tokens drawn before: [num_slots, width].
 
         Writes its outputs; returns the last token of every sequence, int32 [num_slots], -1 for
         none. Must be capturable: no host reads, no shapes from data.
@@ -130,6 +142,14 @@ def _forward_fields(shape: StepShape, page_size: int) -> list[Field]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A launched program. outputs: where its results lie once the device is done."""
+
+    outputs: HostArrays
+    done: Any  # the event behind it; None where the device is no GPU, which computes at once
+
+
 class StepProgram:
     """One shape's buffers and, on a GPU, its captured graph. Used by one thread."""
 
@@ -157,9 +177,10 @@ class StepProgram:
         num_counters = shape.num_slots * decoder.spec.num_kv_heads
         self._arrivals = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._each_one = torch.arange(shape.num_slots + 1, dtype=torch.int32, device=device)
+        self._drawn = nothing.clone()  # the last tokens of a chain: where the sampler left them
         self._graph: torch.cuda.CUDAGraph | None = None
-        make_event: Any = torch.cuda.Event  # untyped in torch
-        self._done = make_event() if device.type == "cuda" else None
+        self._repeat: torch.cuda.CUDAGraph | None = None
+        self._on_gpu = device.type == "cuda"
         self._usual_s = 0.0  # how long the device takes: an exponential average
         self.reset()
 
@@ -178,35 +199,75 @@ class StepProgram:
         host["long_cu_seqlens"].fill(0)
 
     @torch.inference_mode()
-    def run(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Send the inputs, compute, fetch the outputs; blocks until the device is done.
-
-        meanwhile is called when the device has work, and again shortly before it should be done:
-        what the host does there overlaps.
-        """
+    def launch(self) -> Running:
+        """Send the inputs, compute, fetch the outputs: all in the stream's order."""
         self.buffers.inputs.upload()
         if self._graph is not None:
             self._graph.replay()
         else:
             self._compute()
-        self.buffers.outputs.download()
-        if self._done is None:
-            meanwhile()
-            return
+        return self._fetch()
+
+    @torch.inference_mode()
+    def launch_again(self) -> Running:
+        """Let every sequence take as many steps once more, behind the chain at work.
+
+        Nothing is sent: tokens, lengths and pages are those that the chain leaves. The caller knows
+        that all sequences have steps and pages left. Only where `shape.can_repeat`.
+        """
+        assert self.shape.can_repeat
+        if self._repeat is not None:
+            self._repeat.replay()
+        else:
+            self._compute_again()
+        return self._fetch()
+
+    def run(self) -> HostArrays:
+        """Launch and wait; returns the outputs."""
+        return self.wait(self.launch())
+
+    def _fetch(self) -> Running:
+        outputs = self.buffers.outputs.download()
+        if not self._on_gpu:
+            return Running(outputs, None)
+        make_event: Any = torch.cuda.Event  # untyped in torch
+        done = make_event()
+        done.record()
+        return Running(outputs, done)
+
+    def wait(
+        self,
+        running: Running,
+        meanwhile: Callable[[], object] = lambda: None,
+        before_end: Callable[[], object] | None = None,
+    ) -> HostArrays:
+        """Block until the device is done with what runs now; return its outputs.
+
+        meanwhile is called when the device has work, and again shortly before it should be done:
+        what the host does there overlaps. before_end: called once, so long before that end that a
+        chain launched in it follows without a gap.
+        """
         started = time.perf_counter()
-        self._done.record()
         meanwhile()
-        ahead_s = self._usual_s - MARGIN_S - (time.perf_counter() - started)
-        if ahead_s > MARGIN_S:
-            time.sleep(ahead_s)  # other threads have the interpreter: frames arrive meanwhile
+        if running.done is None:
+            if before_end is not None:
+                before_end()
+            return running.outputs
+        end = started + self._usual_s
+        if before_end is not None:
+            if _sleep_until(end - LAUNCH_S):
+                meanwhile()
+            before_end()
+        if _sleep_until(end - MARGIN_S):
             meanwhile()
-        self._done.synchronize()
+        running.done.synchronize()
         spent_s = time.perf_counter() - started
         self._usual_s += USUAL_WEIGHT * (spent_s - self._usual_s)
+        return running.outputs
 
     @torch.inference_mode()
     def capture(self, pool: Any) -> None:
-        """Record the graph; the first, uncaptured run compiles what is not compiled yet.
+        """Record the graphs; the first, uncaptured run compiles what is not compiled yet.
 
         On inputs that are all padding: writes no K/V.
         """
@@ -221,28 +282,48 @@ class StepProgram:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._compute()
+        if self.shape.can_repeat:
+            repeat = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(repeat, pool=pool):
+                self._compute_again()
+            self._repeat = repeat
         self._graph = graph
 
     def _compute(self) -> None:
         shape, inputs = self.shape, self.buffers.inputs.device
         attention = self._attention(inputs["positions"], inputs["slots"], self._first_groups())
         first = self._decoder.run(inputs["token_ids"], attention, inputs["logit_rows"])
-        tokens = self._sampler.sample(first, self.buffers, shape, 0)
+        tokens = self._sampler.sample(first, self.buffers, shape, 0, is_fed_by_host=True)
         for pass_index in range(1, shape.num_passes):
-            next_step(
-                tokens,
-                inputs["steps_left"],
-                inputs["context_lens"],
-                inputs["block_tables"],
-                self._next,
-                self._cache.page_size,
-            )
-            token_ids, positions, slots = self._next
-            attention = self._attention(positions, slots, (self._decode_group(),))
-            logits = self._decoder.run(token_ids, attention, None)
-            tokens = self._sampler.sample(logits, self.buffers, shape, pass_index)
+            tokens = self._decode(tokens, pass_index)
+        self._drawn = tokens
         # Last of all: a kernel behind a copy cannot start before the copy has ended.
         self.logits.copy_(first)
+
+    def _compute_again(self) -> None:
+        """From the tokens that the last chain drew. A chain leaves each sequence one step."""
+        self.buffers.inputs.device["steps_left"].add_(self.shape.num_passes)
+        tokens = self._drawn
+        for pass_index in range(self.shape.num_passes):
+            tokens = self._decode(tokens, pass_index)
+
+    def _decode(self, tokens: Tensor, pass_index: int) -> Tensor:
+        """One pass over the tokens just drawn; returns those that it draws."""
+        inputs = self.buffers.inputs.device
+        next_step(
+            tokens,
+            inputs["steps_left"],
+            inputs["context_lens"],
+            inputs["block_tables"],
+            self._next,
+            self._cache.page_size,
+        )
+        token_ids, positions, slots = self._next
+        attention = self._attention(positions, slots, (self._decode_group(),))
+        logits = self._decoder.run(token_ids, attention, None)
+        return self._sampler.sample(
+            logits, self.buffers, self.shape, pass_index, is_fed_by_host=False
+        )
 
     def _attention(
         self, positions: Tensor, slots: Tensor, groups: tuple[PagedGroup, ...]
@@ -281,100 +362,11 @@ class StepProgram:
         return PagedGroup(0, count, self._batch(self._each_one, 0, count, 1))
 
 
-@dataclass(slots=True)
-class CaptureCost:
-    """What capturing took: seconds, programs, bytes of their buffers."""
-
-    seconds: float = 0.0
-    num_programs: int = 0
-    num_bytes: int = 0
-
-    @property
-    def mean_s(self) -> float:
-        """Seconds a program."""
-        return self.seconds / self.num_programs if self.num_programs else 0.0
-
-
-class ProgramSet:
-    """The programs of one decoder: found by shape; captured at start, when idle, or when it pays.
-
-    A step that no captured program covers runs uncaptured, at the cost of its launches. Its shape,
-    rounded up to the buckets, is captured once such runs have cost as much as a capture does
-    (`Bucket` of specmesh.planning with a saving that is not known yet: never more than twice the
-    best choice in hindsight), or before that when the device is idle.
-    """
-
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, sampler: Sampler, max_logit_rows: int
-    ) -> None:
-        """max_logit_rows: rows of logits of the largest program; memory for them is shared."""
-        self._decoder, self._cache, self._sampler = decoder, cache, sampler
-        self._captures = decoder.device.type == "cuda"
-        self._logits = torch.zeros(
-            (max_logit_rows, decoder.spec.num_embeddings),
-            dtype=decoder.dtype,
-            device=decoder.device,
-        )
-        self._pool: Any = None
-        self._found: dict[StepShape, StepProgram] = {}
-        self._spent_s: dict[StepShape, float] = {}  # by uncaptured runs
-        self.programs: dict[StepShape, StepProgram] = {}
-        self.cost = CaptureCost()
-
-    def find(self, need: StepShape, rounded: StepShape) -> StepProgram:
-        """The cheapest program that covers `need`; an uncaptured one of shape `rounded` if none."""
-        program = self._found.get(need)
-        if program is None:
-            program = self._look_up(need) or self._add(rounded)
-            self._found[need] = program
-        if self._spent_s.get(program.shape, 0.0) > self.cost.mean_s:
-            logger.info("capturing a step while serving", extra={"shape": str(program.shape)})
-            self.capture([program.shape])
-        return program
-
-    def run(self, program: StepProgram, meanwhile: Callable[[], object]) -> None:
-        """Run a program; blocks until the device is done. See `StepProgram.run`."""
-        if program.is_captured or not self._captures:
-            program.run(meanwhile)
-            return
-        started = time.perf_counter()
-        program.run(meanwhile)
-        spent_s = time.perf_counter() - started
-        self._spent_s[program.shape] = self._spent_s.get(program.shape, 0.0) + spent_s
-
-    def capture(self, shapes: Iterable[StepShape]) -> None:
-        """Make and, on a GPU, capture programs of these shapes, the largest first."""
-        for shape in sorted(shapes, key=lambda s: -s.num_rows * s.num_passes):
-            program = self.programs.get(shape) or self._add(shape)
-            if self._captures and not program.is_captured:
-                if self._pool is None:
-                    self._pool = torch.cuda.graph_pool_handle()
-                started = time.perf_counter()
-                program.capture(self._pool)
-                self.cost.seconds += time.perf_counter() - started
-                self.cost.num_programs += 1
-                self.cost.num_bytes += program.buffers.num_bytes
-            self._spent_s.pop(shape, None)
-        self._found.clear()
-
-    def capture_next(self) -> bool:
-        """Capture the shape whose uncaptured runs took longest. False when none waits."""
-        if not self._spent_s:
-            return False
-        self.capture([max(self._spent_s, key=lambda shape: self._spent_s[shape])])
-        return True
-
-    def _look_up(self, need: StepShape) -> StepProgram | None:
-        covering = [
-            program
-            for shape, program in self.programs.items()
-            if shape.covers(need) and (program.is_captured or not self._captures)
-        ]
-        return min(covering, key=lambda program: program.shape.cost_order, default=None)
-
-    def _add(self, shape: StepShape) -> StepProgram:
-        if shape not in self.programs:
-            self.programs[shape] = StepProgram(
-                shape, self._decoder, self._cache, self._sampler, self._logits
-            )
-        return self.programs[shape]
+def _sleep_until(instant: float) -> bool:
+    """Let other threads have the interpreter until then: frames arrive meanwhile. False where it
+    is too near for a sleep."""
+    ahead_s = instant - time.perf_counter()
+    if ahead_s <= MARGIN_S:
+        return False
+    time.sleep(ahead_s)
+    return True

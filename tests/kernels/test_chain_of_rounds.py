@@ -45,7 +45,7 @@ def two_passes(*, with_round: bool) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     for index, rows in ((0, 6), (1, 2)):
         logits = torch.randn(rows, VOCAB, generator=generator)
-        sampler.sample(logits, buffers, SHAPE, index)
+        sampler.sample(logits, buffers, SHAPE, index, is_fed_by_host=index == 0)
     outputs = buffers.outputs.device
     return outputs["tokens"].clone(), outputs["counts"].clone()
 

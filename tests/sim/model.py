@@ -174,7 +174,7 @@ class CheckedExecutor(StepExecutor):
     role: Role
     next_chain: Callable[[], int] = staticmethod(lambda: 1)
 
-    def run(self, step: Any, meanwhile: Any = None) -> Any:
+    def run(self, step: Any, meanwhile: Any = None, may_run_ahead: Any = None) -> Any:
         meanwhile()  # the pass runs on this thread, in no time at all
         failing, self.failing = self.failing, ""
         if failing == "before":

@@ -76,7 +76,12 @@ class OverlappingExecutor(StepExecutor):
     gate: Callable[[int], None] = staticmethod(lambda number: None)
     count = 0
 
-    def run(self, step: Step, meanwhile: Callable[[], object] = lambda: None) -> StepOutcome:
+    def run(
+        self,
+        step: Step,
+        meanwhile: Callable[[], object] = lambda: None,
+        may_run_ahead: Callable[[], bool] = lambda: False,
+    ) -> StepOutcome:
         self.count += 1
         self.gate(self.count)
         self.log.append("pass")
