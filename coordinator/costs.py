@@ -19,7 +19,7 @@ FORGETTING = 0.98  # weight of the past per round of every session: a memory of 
 SLOPE_WEIGHT = 0.5  # of the assumed slope of a line, in observations one token apart
 MAX_ROWS = 17  # of a sequence in a pass: no block has more than 16 candidates
 CHAIN_WAIT = 1.5  # passes: who waits longer waits for a chain of them
-SLOWDOWN_TOKENS = 16.0  # of every session, that outweigh the guess that chains are whole
+SLOWDOWN_TOKENS = 32.0  # of every session, that outweigh the guess that chains are whole
 LINE_WEIGHT = 2.0  # observations at one number of rows that outweigh the line through all
 CARRIED_WEIGHT = 1.0  # of what another load showed, in observations
 

@@ -14,11 +14,10 @@ chains of passes that the others decode in; how many, each chooses within it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from coordinator.acceptance import Acceptance, SharedAcceptance
 from coordinator.costs import FORGETTING, MAX_ROWS, Costs, CostTables, RoundSample, bucket_of
-from coordinator.trials import WIDE, Attempt, Trial, Trials
+from coordinator.trials import WIDE, Attempt, Load, Trial, Trials
 from specmesh.planning import expected_tokens
 
 SHARED_WEIGHT = 16.0  # how many own candidates outweigh what other requests showed
@@ -48,19 +47,6 @@ REFRESH = 4.0  # times in a round of every session that costs are looked at agai
 SESSIONS_MEMORY = 16  # rounds over which the number of sessions is averaged
 
 
-@dataclass(slots=True)
-class Load:
-    """What was chosen at a load. kept: the steady k there; None before the first.
-
-    num_rounds: of every session, since they draft. reluctance: factor on the margin to begin.
-    """
-
-    trials: Trials = field(default_factory=Trials)
-    kept: int | None = None
-    num_rounds: float = 0.0
-    reluctance: float = 1.0
-
-
 class SharedPolicy:
     """What all requests of a coordinator replica have shown. Mutable, event-loop only."""
 
@@ -75,6 +61,7 @@ class SharedPolicy:
         self._batch_size = 1
         self._last_between = 1
         self._times_s: list[float] = []  # empty: to be worked out again
+        self._times_of: Costs | None = None
         self._worked_out_at = 0
         self.limit = 1  # the most candidates that any session could have asked for
 
@@ -144,21 +131,20 @@ class SharedPolicy:
 
     def _observe_block(self, sample: RoundSample, load: Load, session: object, keep: float) -> bool:
         """A round with candidates. keep: weight of all earlier ones from now on."""
-        trials, acceptance, count = load.trials, self.acceptance, self.num_sessions
-        if trials.attempt(Trial.DRAFT, session) is not None:
-            self.costs.add(sample, count, TRIAL_FORGETTING)
-            if acceptance.contradicts(sample.num_accepted):
-                acceptance.doubt()
-                for each in self._loads.values():
-                    each.reluctance = 1.0
-            acceptance.observe(sample.num_judged, sample.num_accepted, FORGETTING)
+        trials, count = load.trials, self.num_sessions
+        is_trial = trials.attempt(Trial.DRAFT, session) is not None
+        self.costs.add(sample, count, TRIAL_FORGETTING if is_trial else keep)
+        if self.acceptance.observe(
+            sample.num_judged, sample.num_accepted, 1.0 if is_trial else count, is_trial=is_trial
+        ):
+            for each in self._loads.values():
+                each.reluctance = 1.0
+        if is_trial:
             cost_s = max(FLOOR * sample.duration_s, self._lost_s(sample, 0))
             hidden = HIDDEN if self.is_shared else 1.0
             trials.charge(Trial.DRAFT, hidden * cost_s / count)
             trials.measured(Trial.DRAFT, self._ratio(sample.num_draft_tokens))
             return True
-        self.costs.add(sample, count, keep)
-        acceptance.observe(sample.num_judged, sample.num_accepted, keep)
         longer = trials.attempt(Trial.LONGER, session)
         if longer is not None and longer.num_draft_tokens == sample.num_draft_tokens:
             trials.charge(Trial.LONGER, self._lost_s(sample, load.kept or 0))  # all passes are long
@@ -223,9 +209,10 @@ class SharedPolicy:
 
         Worked out REFRESH times in a round of every session: all of them ask.
         """
-        times_s = self._times_s
-        if len(times_s) <= limit:
-            costs, num_sessions = self.costs, self.num_sessions
+        times_s, costs = self._times_s, self.costs
+        if len(times_s) <= limit or costs is not self._times_of:
+            num_sessions = self.num_sessions
+            self._times_of = costs
             plain_s = costs.plain_s(self.plain_steps, num_sessions)
             later = (costs.round_s(k, num_sessions) for k in range(1, limit + 1))
             times_s = self._times_s = [plain_s, *later]
@@ -257,8 +244,11 @@ class SharedPolicy:
             return best
         if kept == 0:
             margin = load.reluctance * BEGIN_MARGIN + DOUBT * (1.0 - self.acceptance.known(0))
-        elif best == 0 and load.num_rounds < STAY_ROUNDS:
-            margin = 1.0 / WIDE - 1.0
+        elif best == 0:
+            is_known = self.acceptance.known(0) == 1.0
+            found = self.goodputs(limit, self.acceptance.rates(limit, hopeful=is_known))
+            if load.num_rounds < STAY_ROUNDS:
+                margin = 1.0 / WIDE - 1.0
         return best if found[best] > (1.0 + margin) * found[kept] else kept
 
     def trial_of_drafting(self, session: object, limit: int) -> int:
@@ -331,10 +321,11 @@ class SessionPolicy:
             if not shared.is_shared:
                 shared.load.kept = k
 
-    def rates(self, num_draft_tokens: int) -> list[float]:
-        """Conditional acceptance of each candidate of a block."""
+    def rates(self, num_draft_tokens: int, *, hopeful: bool = False) -> list[float]:
+        """Conditional acceptance of each candidate of a block. hopeful: if all goes well."""
         found = []
-        for index, shared in enumerate(self._shared.rates(num_draft_tokens)):
+        known = self._shared.acceptance.rates(num_draft_tokens, hopeful=hopeful)
+        for index, shared in enumerate(known):
             judged, accepted = self._own.at(index)
             found.append((accepted + SHARED_WEIGHT * shared) / (judged + SHARED_WEIGHT))
         return found
@@ -392,9 +383,12 @@ class SessionPolicy:
                 return 0
         found = shared.goodputs(most, self.rates(most))
         if shared.is_shared:
-            found[0] = 1.0 / shared.costs.among_s(most, shared.num_sessions)
+            found[0] = WIDE / shared.costs.among_s(most, shared.num_sessions)
         best = found.index(max(found))
         kept = shared.load.kept if self._kept is None else self._kept
-        if kept is not None and kept <= most and found[best] < (1 + MARGIN) * found[kept]:
-            return kept
-        return best
+        if kept is None or kept > most:
+            return best
+        # Of what is given up little will be learnt: not for bad luck.
+        if best == 0 < kept and shared.acceptance.known(0) == 1.0:
+            found[kept] = shared.goodputs(kept, self.rates(kept, hopeful=True))[kept]
+        return best if found[best] > (1 + MARGIN) * found[kept] else kept

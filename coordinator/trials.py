@@ -149,3 +149,16 @@ class Trials:
 
     def _end(self) -> None:
         self.last, self.open = self.open, None
+
+
+@dataclass(slots=True)
+class Load:
+    """What was chosen at a load. kept: the steady k there; None before the first.
+
+    num_rounds: of every session, since they draft. reluctance: factor on the margin to begin.
+    """
+
+    trials: Trials = field(default_factory=Trials)
+    kept: int | None = None
+    num_rounds: float = 0.0
+    reluctance: float = 1.0

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator import acceptance, policy, trials
 from coordinator import costs as costs_module
+from coordinator.acceptance import SharedAcceptance
 from coordinator.costs import Costs, Line, RoundSample
 from coordinator.policy import (
     FIRST_PLAIN_ROUNDS,
@@ -166,7 +167,7 @@ def test_a_trial_that_nobody_ends_is_given_up() -> None:
         own.observe(sample(0, 0, verify=10, manage=0.0))
     other = SessionPolicy(own._shared)
     waited = 0
-    while not other.choose(4):
+    while waited <= 2 * LAPSE_ROUNDS and not other.choose(4):
         other.observe(sample(0, 0, verify=10, manage=0.0))
         waited += 1
     assert 0 < waited <= 2 * LAPSE_ROUNDS
@@ -184,6 +185,44 @@ def test_waits_grow_while_candidates_are_out_of_question() -> None:
         own.observe(sample(k, 0, draft=6, verify=12))
     assert waits[3] > 1.9 * waits[2] > 3.6 * waits[1]
     assert waits[-1] <= 1.1 * waits[-2]
+
+
+def test_a_change_of_acceptance_is_seen_at_once() -> None:
+    """Rates known from many blocks give way to what is hardly chance: a run of rejections while
+    all draft, one trial that keeps what was never kept. Chance alone changes nothing."""
+    known = SharedAcceptance()
+    for index in range(400):
+        assert not known.observe(1, int(index % 5 > 0), is_trial=False)
+    assert known.rates(1)[0] == pytest.approx(0.8, abs=0.02)
+    seen = [known.observe(1, 0, is_trial=False) for _ in range(15)]
+    assert any(seen)
+    assert known.known(0) < 0.5
+    for _ in range(40):
+        known.observe(1, 0, is_trial=False)
+    assert known.rates(1)[0] < 0.15
+    assert known.observe(3, 3, is_trial=True)
+    assert known.known(0) <= 1 / 40
+
+
+def test_bad_luck_does_not_end_drafting() -> None:
+    """What is given up is seldom measured: candidates that seem to lose by less than chance may
+    explain are kept; those that clearly lose are not."""
+    own = settled([0.75] * 2, draft=0.5, verify=11.5, plain=10)
+    assert own.choose(2) == 2
+
+    def margin() -> float:
+        found = own._shared.goodputs(2, own.rates(2))
+        return found[0] / max(found[1:])
+
+    unlucky = 0
+    while margin() < 1.025:
+        own.observe(sample(2, 0, draft=0.5, verify=11.5))
+        unlucky += 1
+        assert unlucky < 100
+    assert own.choose(2) > 0
+    for _ in range(2 * unlucky):
+        own.observe(sample(2, 0, draft=0.5, verify=11.5))
+    assert own.choose(2) == 0
 
 
 def test_a_chain_that_others_need_is_not_the_price_of_a_token() -> None:
