@@ -305,6 +305,7 @@ class SessionPolicy:
         self._own = Acceptance()
         self._seen_at: int | None = None
         self._kept: int | None = None
+        self._is_asked = False  # a request with a k of its own never is
         self._has_drafted = False
         self._joined: Attempt | None = None
 
@@ -318,7 +319,7 @@ class SessionPolicy:
         self._has_drafted = self._has_drafted or k > 0
         if not is_trial and not sample.is_later_part:  # a part is not chosen: its command goes on
             self._kept = k
-            if not shared.is_shared:
+            if self._is_asked and not shared.is_shared:
                 shared.load.kept = k
 
     def rates(self, num_draft_tokens: int, *, hopeful: bool = False) -> list[float]:
@@ -345,7 +346,7 @@ class SessionPolicy:
         Depends on counts, times and judged positions. Asked twice it says the same, but for a trial
         of plain decoding, which it takes part in once.
         """
-        shared = self._shared
+        shared, self._is_asked = self._shared, True
         shared.limit = max(shared.limit, limit)
         first = shared.first_try()
         if first is not None or limit == 0:

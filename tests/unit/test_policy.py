@@ -204,6 +204,18 @@ def test_a_change_of_acceptance_is_seen_at_once() -> None:
     assert known.known(0) <= 1 / 40
 
 
+def test_requests_with_a_k_of_their_own_choose_for_nobody() -> None:
+    """Their rounds teach what things cost; what the next request keeps to is not their k."""
+    shared = SharedPolicy()
+    asked, fixed = SessionPolicy(shared), SessionPolicy(shared)
+    for _ in range(100):
+        fixed.observe(sample(3, 0, draft=0.5))
+        fixed.observe(sample(0, 0, verify=10, manage=0.0))
+    fixed.observe(sample(3, 0, draft=0.5))
+    assert shared.load.kept is None
+    assert asked.choose(3) == 0
+
+
 def test_bad_luck_does_not_end_drafting() -> None:
     """What is given up is seldom measured: candidates that seem to lose by less than chance may
     explain are kept; those that clearly lose are not."""

@@ -136,7 +136,7 @@ def test_a_draft_that_gets_worse_is_switched_off() -> None:
 
 
 def test_a_draft_that_gets_better_is_noticed() -> None:
-    """Acceptance .05 becomes .8: trials at k = 0 find it, RETRY_ROUNDS apart at the most."""
+    """Acceptance .05 becomes .8: trials at k = 0 find it, however seldom they have become."""
     run = Run(WORLDS["useless draft"], 4)
     run.passes(300)
     assert run.chosen[-1] == [0, 0, 0, 0]
