@@ -1,15 +1,16 @@
 """Steps on a device that decides by itself: segments onto captured programs, outputs to outcomes.
 
 Owns how a scheduler's step is laid out in a program's buffers and which programs it takes: all
-short segments and one chunk of a prompt together, further chunks one by one. Must not know what is
-drawn; the role's device side does. Runs on the engine's worker thread.
+short segments and one chunk of a prompt together where such a step is captured, further chunks one
+by one. Must not know what is drawn; the role's device side does. Runs on the engine's worker
+thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,11 @@ class ProgramExecutor:
             for first in range(0, len(short), most_seqs)
         ]
         if long and launches:
-            launches[0] = _Launch(launches[0].short, long.pop(0))
+            mixed = _Launch(launches[0].short, long[0])
+            # The weights are read once more rather than every kernel launched by the host.
+            if self.programs.is_ready(self._need(mixed, 1)):
+                launches[0] = mixed
+                del long[0]
         return launches + [_Launch([], segment) for segment in long]
 
     def _num_wanted(self, launch: _Launch, num_holders: int) -> list[int]:
@@ -272,31 +277,33 @@ class ProgramExecutor:
         chain = side.chain_len(wanted, num_holders)
         return [max(1, min(count, chain)) for count in wanted]
 
-    def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
-        buckets, side, segments = self._buckets, self._side, launch.segments
+    def _need(self, launch: _Launch, num_passes: int) -> StepShape:
+        """What a launch takes, to the token."""
+        side, segments = self._side, launch.segments
         rows_per_seq, num_ids, is_filtered = side.shape(segments)
         rows_per_seq = max(rows_per_seq, *(segment.num_rows for segment in segments))
         context = max(segment.end for segment in segments) + num_passes - 1
-        need = StepShape(
+        return StepShape(
             num_seqs=len(launch.short),
             max_query_len=max((s.end - s.start for s in launch.short), default=1),
             long_rows=0 if launch.long is None else launch.long.end - launch.long.start,
             num_passes=num_passes,
             rows_per_seq=rows_per_seq,
-            max_context_len=bucket_for(context, buckets.contexts),
+            max_context_len=bucket_for(context, self._buckets.contexts),
             num_ids=num_ids,
             is_filtered=is_filtered,
         )
-        rows, ids = side.round_up(rows_per_seq, num_ids)
-        rounded = StepShape(
+
+    def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
+        buckets, need = self._buckets, self._need(launch, num_passes)
+        rows, ids = self._side.round_up(need.rows_per_seq, need.num_ids)
+        rounded = replace(
+            need,
             num_seqs=bucket_for(max(1, need.num_seqs), buckets.num_seqs),
             max_query_len=bucket_for(need.max_query_len, buckets.max_query_lens),
             long_rows=bucket_for(need.long_rows, (0, *buckets.long_rows)),
-            num_passes=num_passes,
             rows_per_seq=rows,
-            max_context_len=need.max_context_len,
             num_ids=ids,
-            is_filtered=is_filtered,
         )
         return self.programs.find(need, rounded)
 

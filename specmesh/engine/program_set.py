@@ -58,6 +58,7 @@ class ProgramSet:
         )
         self._pool: Any = None
         self._found: dict[StepShape, StepProgram] = {}
+        self._ready: dict[StepShape, bool] = {}
         self._spent_s: dict[StepShape, float] = {}  # by uncaptured runs
         self.programs: dict[StepShape, StepProgram] = {}
         self.cost = CaptureCost()
@@ -72,6 +73,14 @@ class ProgramSet:
             logger.info("capturing a step while serving", extra={"shape": str(program.shape)})
             self.capture([program.shape])
         return program
+
+    def is_ready(self, need: StepShape) -> bool:
+        """Whether `need` runs captured. Where nothing is captured, whatever comes is as good."""
+        if not self._captures:
+            return True
+        if need not in self._ready:
+            self._ready[need] = self._look_up(need) is not None
+        return self._ready[need]
 
     def run(
         self,
@@ -102,6 +111,7 @@ class ProgramSet:
                 self.cost.num_bytes += program.buffers.num_bytes
             self._spent_s.pop(shape, None)
         self._found.clear()
+        self._ready.clear()
 
     def capture_next(self) -> bool:
         """Capture the shape whose uncaptured runs took longest. False when none waits."""

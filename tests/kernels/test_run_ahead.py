@@ -15,6 +15,8 @@ import pytest
 
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.engine import run_ahead, step_programs
+from specmesh.engine.device_executor import ProgramExecutor
+from specmesh.engine.program_set import ProgramSet
 from specmesh.engine.run_ahead import Chain, RunAhead
 from specmesh.engine.runner import Engine
 from specmesh.engine.scheduler import Segment
@@ -264,3 +266,30 @@ def test_a_chain_counts_only_for_those_it_was_launched_for() -> None:
     strangers = [Segment(tasks[2], 27, 28, 1), Segment(tasks[0], 0, 28, 1)]
     assert ahead.own([*strangers, there]) == [(1, there)]
     assert ahead.own([Segment(tasks[0], 19, 20, 1)]) == []
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_chunk_joins_only_what_is_captured_with_it(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    """A prompt that comes beside a session's steps: one launch where such a step is captured, else
+    two that are; the tokens are the same."""
+    monkeypatch.setattr(ProgramSet, "is_ready", lambda self, need: is_ready)
+    kinds: list[tuple[int, bool]] = []
+    launch = ProgramExecutor._launch
+
+    def logged(self: ProgramExecutor, wanted: Any, *rest: Any) -> None:
+        kinds.append((len(wanted.short), wanted.long is not None))
+        launch(self, wanted, *rest)
+
+    monkeypatch.setattr(ProgramExecutor, "_launch", logged)
+
+    def run(answers: Answers) -> dict[str, list[int]]:
+        long = random_tokens(30, seed=77)  # two chunks: one beside the other session's step
+        answers.ask([answers.opened(0, prompts(1)[0]), answers.opened(1, long)], num_steps=3)
+        return answers.wait()
+
+    reference, found = both(folder, device, run)
+    assert found == reference
+    assert ((1, True) in kinds) == is_ready
+    assert ((1, False) in kinds) or is_ready
