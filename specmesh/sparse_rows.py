@@ -7,7 +7,9 @@ sockets, sessions or models.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -27,8 +29,8 @@ _VALUE_TYPES: dict[int, np.dtype[Any]] = {
 class SparseRows(Sequence[wire.Row]):
     """Sparse rows side by side in memory; a `wire.Row` is made when one is asked for. Immutable.
 
-    ids: int32 [total], strictly ascending within each row. weights: float32 [total]. starts: int64
-    [num_rows], where each row begins; sizes: int64 [num_rows], at least 1.
+    ids: int32 [total], strictly ascending within each row. weights: float32 [total]. ends: where
+    each row ends, ascending; no row is empty.
     """
 
     def __init__(
@@ -36,17 +38,17 @@ class SparseRows(Sequence[wire.Row]):
         vocab_size: int,
         ids: npt.NDArray[np.int32],
         weights: npt.NDArray[np.float32],
-        sizes: npt.NDArray[np.int64],
+        ends: Sequence[int],
         encodings: Sequence[session_pb2.Encoding],
     ) -> None:
         self.vocab_size = vocab_size
-        self.ids, self.weights, self.sizes = ids, weights, sizes
-        self.starts = np.cumsum(sizes) - sizes
+        self._ids, self._weights = ids, weights
+        self._bounds = (0, *ends)
         self._encodings = encodings
         self._rows: tuple[wire.Row, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._encodings)
 
     @overload
     def __getitem__(self, index: int) -> wire.Row: ...
@@ -62,19 +64,21 @@ class SparseRows(Sequence[wire.Row]):
     @property
     def max_size(self) -> int:
         """Ids of the widest row."""
-        return int(self.sizes.max())
+        return max(end - start for start, end in pairwise(self._bounds))
 
     def part(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and weights of one row: views."""
-        start = self.starts[index]
-        own = slice(start, start + self.sizes[index])
-        return self.ids[own], self.weights[own]
+        own = slice(self._bounds[index], self._bounds[index + 1])
+        return self._ids[own], self._weights[own]
 
     def hold(self, tokens: Sequence[int]) -> bool:
         """Whether every row gives its token some weight. tokens: one a row."""
-        is_own = np.repeat(np.asarray(tokens, dtype=np.int32), self.sizes) == self.ids
-        own = np.add.reduceat(np.where(is_own, self.weights, 0.0), self.starts)
-        return bool((own > 0.0).all())
+        return all(self._weight(index, token) > 0.0 for index, token in enumerate(tokens))
+
+    def _weight(self, index: int, token: int) -> float:
+        start, end = self._bounds[index], self._bounds[index + 1]
+        place = bisect_left(self._ids, token, start, end)
+        return float(self._weights[place]) if place < end and self._ids[place] == token else 0.0
 
     def _row(self, index: int) -> wire.Row:
         ids, weights = self.part(index)
@@ -92,19 +96,27 @@ def decode_sparse(
     """Parse and check frames from a peer that is not trusted.
 
     None where `wire.decode` would refuse one of them, where one is dense, or where there is none.
+    Numpy is asked little: after a pass of the model each of its functions is cold.
     """
     sizes = [_size_of(message, vocab_size) for message in messages]
     if not sizes or 0 in sizes:
         return None
+    ends = list(accumulate(sizes))
+    starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     ids = np.frombuffer(b"".join([message.ids for message in messages]), _ID_TYPE)
+    ascends = ids[1:] > ids[:-1]
+    for start in starts[1:]:
+        ascends[start - 1] = True  # from one row to the next
+    if not ascends.all() or any(int(ids[end - 1]) >= vocab_size for end in ends):
+        return None
     encodings = [message.encoding for message in messages]
     weights = _weights_of(messages, encodings)
-    rows = SparseRows(vocab_size, ids.astype(np.int32), weights, np.array(sizes), encodings)
-    ascends = ids[1:] > ids[:-1]
-    ascends[rows.starts[1:] - 1] = True  # from one row to the next
-    highest = np.maximum.reduceat(weights, rows.starts)  # NaN fails every comparison
-    is_law = weights.min() >= 0.0 and ((highest > 0.0) & (highest < np.inf)).all()
-    return rows if ids.max() < vocab_size and ascends.all() and is_law else None
+    if not weights.min() >= 0.0:  # NaN fails every comparison
+        return None
+    totals = np.add.reduceat(weights, starts, dtype=np.float64).tolist()
+    if not all(0.0 < total < float("inf") for total in totals):
+        return None
+    return SparseRows(vocab_size, ids.astype(np.int32), weights, ends, encodings)
 
 
 def _size_of(message: session_pb2.Distribution, vocab_size: int) -> int:

@@ -103,6 +103,14 @@ def test_what_is_refused_alone_is_refused_among_others(what: str, place: int) ->
     assert decode_sparse(frames, VOCAB) is None
 
 
+def test_weights_may_add_up_to_more_than_float32_holds() -> None:
+    """Each is finite: the row is sound."""
+    huge = frame([3, 7], [3e38, 3e38], wire.SPARSE_F32)
+    rows = decode_sparse([*SOUND, huge], VOCAB)
+    assert rows is not None
+    assert_same(rows[-1], wire.decode(huge, VOCAB))
+
+
 def test_dense_rows_and_none_are_not_taken() -> None:
     """They go the other way in."""
     dense = wire.encode(wire.Row(VOCAB, torch.ones(VOCAB), None, wire.DENSE_F32))
