@@ -116,6 +116,8 @@ class DeviceProposer:
     ) -> None:
         """max_seqs: sequences of the largest program."""
         self.sampler = DraftSampler(vocab_size, max_seqs, device)
+        # A draft that is further behind catches up in a chunk, then draws in a shorter chain.
+        self.max_query_len = MAX_CATCH_UP
         self._pass_counts = tuple(range(1, max_num_draft_tokens + 1))
 
     def make_sampler(self) -> Callable[[torch.device], DraftSampler]:

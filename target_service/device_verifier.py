@@ -172,7 +172,8 @@ class DeviceVerifier:
         """max_seqs: sequences of the largest program. on_mismatch: counts refuted proposals."""
         self._on_mismatch = on_mismatch
         self.sampler = TargetSampler(vocab_size, max_seqs, device)
-        self._row_buckets = query_lens(max_num_draft_tokens + 1)
+        self.max_query_len = max_num_draft_tokens + 1
+        self._row_buckets = query_lens(self.max_query_len)
 
     def make_sampler(self) -> Callable[[torch.device], TargetSampler]:
         """Makes such samplers in other processes."""

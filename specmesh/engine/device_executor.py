@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from specmesh.engine.device_side import DeviceSide, bucket_for, powers, query_lens
-from specmesh.engine.executor import MAX_SEQS, Device, StepOutcome
+from specmesh.engine.buckets import Buckets, start_shapes
+from specmesh.engine.device_side import DeviceSide, bucket_for
+from specmesh.engine.executor import Device, StepOutcome
 from specmesh.engine.program_set import ProgramSet
 from specmesh.engine.role import Finished, isolated
 from specmesh.engine.run_ahead import Chain, RunAhead
@@ -26,29 +27,6 @@ from specmesh.engine.step_buffers import HostArrays
 from specmesh.engine.step_programs import StepProgram, StepShape
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """Sizes that programs come in, ascending; a step takes the smallest that cover it."""
-
-    num_seqs: tuple[int, ...]
-    max_query_lens: tuple[int, ...]
-    long_rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-
-    @classmethod
-    def covering(
-        cls, *, max_seqs: int, max_query_len: int, max_long_rows: int, max_context_len: int
-    ) -> Buckets:
-        """Powers of two of sequences, and from 64 of rows of a long segment; query lengths of 1, 2,
-        3, 5, 9; contexts of 1024 (one chunk of attention: no partial sums) and of all allowed."""
-        return cls(
-            num_seqs=powers(1, min(max_seqs, MAX_SEQS), 2),
-            max_query_lens=query_lens(max_query_len),
-            long_rows=powers(64, max_long_rows, 2),
-            contexts=powers(1024, max_context_len, max(2, max_context_len)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,14 +373,3 @@ class ProgramExecutor:
 
     def _commit(self, task: Task, slot: int, count: int, decided: Any) -> tuple[Any]:
         return (isolated(self._side.commit, task, slot, count, decided),)
-
-
-def start_shapes(side: DeviceSide, buckets: Buckets) -> list[StepShape]:
-    """What serving starts with: the role's steps, and chunks of a prompt beside few or many."""
-    return side.base_shapes(buckets.num_seqs, buckets.contexts) + [
-        StepShape(num_seqs, queries, long_rows, 1, 1, context)
-        for num_seqs in dict.fromkeys((buckets.num_seqs[0], buckets.num_seqs[-1]))
-        for queries in buckets.max_query_lens[:2]
-        for long_rows in buckets.long_rows
-        for context in buckets.contexts
-    ]

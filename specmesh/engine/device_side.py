@@ -23,9 +23,13 @@ from specmesh.engine.step_programs import Sampler, StepShape
 
 
 class DeviceSide(Protocol):
-    """A role's decisions on the device. Called on the engine's worker thread only."""
+    """A role's decisions on the device. Called on the engine's worker thread only.
+
+    max_query_len: most tokens of a segment that chains and rounds begin with; more are a chunk.
+    """
 
     sampler: Sampler
+    max_query_len: int
 
     def make_sampler(self) -> Callable[[torch.device], Sampler]:
         """Makes such samplers in other processes: picklable."""

@@ -236,13 +236,13 @@ class ServiceProcess:
         await asyncio.to_thread(engine.stop)
 
 
-def _buckets(settings: EngineSettings, max_context_len: int) -> Any:
-    """Sizes of captured steps that cover what the settings allow."""
-    from specmesh.engine.device_executor import Buckets  # imports Triton
+def buckets_for(settings: EngineSettings, side: Any, max_context_len: int) -> Any:
+    """Sizes of captured steps that cover what the settings allow. side: the role's device side."""
+    from specmesh.engine.buckets import Buckets  # imports Triton
 
     return Buckets.covering(
         max_seqs=settings.max_sessions,
-        max_query_len=settings.max_num_draft_tokens + 1,
+        max_query_len=side.max_query_len,
         max_long_rows=min(
             settings.token_budget, settings.prefill_chunk + settings.max_num_draft_tokens + 1
         ),
@@ -256,19 +256,20 @@ def program_executor(
     """Makes the executor of captured steps."""
     from specmesh.engine.device_executor import ProgramExecutor  # imports Triton
 
-    buckets = _buckets(settings, max_context_len)
+    buckets = buckets_for(settings, side, max_context_len)
     return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
 
 
 def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -> None:
     """Compile what the steps of this service need, before its weights take the memory."""
-    from specmesh.engine.compile_ahead import Job, compile_ahead  # imports Triton
-    from specmesh.engine.device_executor import start_shapes
+    from specmesh.engine.buckets import filtered_shapes, start_shapes  # imports Triton
+    from specmesh.engine.compile_ahead import Job, compile_ahead
 
     spec = read_spec(settings.model, load_tokenizer(settings.model).vocab_size)
     device = torch.device(settings.device)
     device_side = side.make_device_side(spec.vocab_size, device, metrics)
-    buckets = _buckets(settings, settings.max_context_len or spec.max_context_len)
+    context_len = settings.max_context_len or spec.max_context_len
+    buckets = buckets_for(settings, device_side, context_len)
     compile_ahead(
         Job(
             spec=spec,
@@ -278,7 +279,7 @@ def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -
             page_size=settings.page_size,
             invariant=settings.invariant,
             make_sampler=device_side.make_sampler(),
-            shapes=start_shapes(device_side, buckets),
+            shapes=start_shapes(device_side, buckets) + filtered_shapes(device_side, buckets),
         )
     )
 

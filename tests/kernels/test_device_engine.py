@@ -20,9 +20,10 @@ from draft_service.proposer import Proposer
 from protos.specmesh.v1 import draft_pb2, session_pb2, target_pb2
 from specmesh.config import TelemetrySettings
 from specmesh.engine.block_pool import BlockPool
+from specmesh.engine.buckets import Buckets
 from specmesh.engine.commands import Observers
 from specmesh.engine.decoder import load_decoder
-from specmesh.engine.device_executor import Buckets, ProgramExecutor
+from specmesh.engine.device_executor import ProgramExecutor
 from specmesh.engine.executor import MAX_SLOTS, Device, StepExecutor
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.engine.sessions import Limits
@@ -77,11 +78,14 @@ def make_engine(side: str, folder: Path, device: str, *, on_device: bool, pages:
         check = RedrawCheck(1.0)
         role = Verifier(options, check, *([device_side.can_decide] if on_device else []))
     limits = Limits(VOCAB, 1, 256, 32, pages, PAGE)
-    buckets = Buckets.covering(
-        max_seqs=4, max_query_len=MAX_DRAFT_TOKENS + 1, max_long_rows=24, max_context_len=256
-    )
 
     def program_executor(device: Device, clock: Any) -> ProgramExecutor:
+        buckets = Buckets.covering(
+            max_seqs=4,
+            max_query_len=device_side.max_query_len,
+            max_long_rows=24,
+            max_context_len=256,
+        )
         return ProgramExecutor(device, device_side, buckets, clock)
 
     return Engine(
