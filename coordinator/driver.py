@@ -133,7 +133,7 @@ class Driver:
         self._timers: dict[Side, asyncio.TimerHandle] = {}
         self._clock = RoundClock()
         self._opened_on_rows = False
-        self._chunks: deque[Deliver] = deque()  # confirmed, still to be shown
+        self._output: deque[Deliver | Finish] = deque()  # still to be shown
         self._finished_rounds: deque[FinishedRound] = deque()
         self._audit: asyncio.Future[AuditResult] | None = None
 
@@ -191,16 +191,13 @@ class Driver:
             return
         self._is_stepping = True
         try:
-            self._show()  # or a full sink would not be seen
             while self._inbox and (even_if_full or not self._sink.is_full):
                 self._step(self._inbox.popleft())
-                if self._inbox:
-                    self._show()
         finally:
             self._is_stepping = False
         if self.is_done:
             self._end()
-        elif self._chunks or self._finished_rounds:
+        if self._output or self._finished_rounds:
             self._loop.call_soon(self._look_back)
 
     def _step(self, event: Event) -> None:
@@ -238,12 +235,17 @@ class Driver:
         """A bug of ours: the request fails, the rest of the process goes on."""
         failure = Failed("INTERNAL", "the session failed on a bug; see the coordinator's log")
         self._inbox.clear()
+        if self.is_done:  # its end was still to be shown
+            self._sink.fail(Fail(failure, self._session.stats()))
+            return
         try:
             self._perform(Cancel(failure.reason, failure.message))
         except Exception:
             logger.exception("session cannot be closed", extra={"session_id": self.session_id})
             self._session.stage = Stage.DONE
-            self._fail(Fail(failure, self._session.stats()))
+            self._sink.fail(Fail(failure, self._session.stats()))
+        if not self._is_stepping:
+            self._end()
 
     # ------------------------------------------------------------ actions out
 
@@ -356,12 +358,22 @@ class Driver:
         self._loop.run_in_executor(self._executor, work).add_done_callback(done)
 
     def _deliver(self, action: Deliver) -> None:
-        self._chunks.append(action)
+        self._output.append(action)
 
     def _show(self) -> None:
-        """Give the sink what was confirmed, in order."""
-        while self._chunks:
-            self._sink.deliver(self._chunks.popleft())
+        """Give the sink what was confirmed, and the end, in order. All of it waits alike for the
+        commands that follow: when a chunk is shown must not tell whether it is the last."""
+        try:
+            while self._output:
+                action = self._output.popleft()
+                if isinstance(action, Finish):
+                    self._sink.finish(action)
+                else:
+                    self._sink.deliver(action)
+        except Exception:  # ours: what was popped is lost, so the request fails
+            logger.exception("output failed on a bug", extra={"session_id": self.session_id})
+            self._output.clear()
+            self._abandon()
 
     def _round_done(self, action: RoundDone) -> None:
         timing = self._clock.end_round(action, time.perf_counter_ns())
@@ -400,8 +412,7 @@ class Driver:
         )
 
     def _finish(self, action: Finish) -> None:
-        self._show()
-        self._sink.finish(action)
+        self._output.append(action)
 
     def _fail(self, action: Fail) -> None:
         self._show()

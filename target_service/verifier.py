@@ -334,8 +334,8 @@ def answer(
 ) -> Verdict | Part:
     """What a command is answered after num_steps more of its steps; last_token ended them.
 
-    make: the verdict but for its place among the parts. Parts are told alike whether a stop id
-    ends the command or not. Where the steps are taken the coordinator waits: that one is made now.
+    make: the verdict but for its place among the parts. Whether it ends the command is told by
+    the message alone, never by when it comes.
     """
     verifying: Verifying = task.role_state
     offset = verifying.steps_done

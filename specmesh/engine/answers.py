@@ -1,4 +1,4 @@
-"""Answers to working commands, whole or in parts; a message is made when it is sent.
+"""Answers to working commands, whole or in parts.
 
 Owns what an answer says beside the role's own message: key, boundaries, times. A part says what
 happened since the part before it; a repeat of the command gets all of them joined. Must not know

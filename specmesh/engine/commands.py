@@ -68,7 +68,6 @@ class CommandDesk:
         self._role = role
         self._observers = observers
         self._outbound: dict[Link, list[Any]] = defaultdict(list)
-        self._parts: list[tuple[Task, Answer]] = []  # answers whose messages are still to be made
         self._put_off: list[Callable[[], None]] = []
         self.completed: list[Task] = []  # started with nothing to feed; the engine advances them
         self.draining = False
@@ -80,18 +79,6 @@ class CommandDesk:
         """Results made since the last call, by link."""
         outbound, self._outbound = self._outbound, defaultdict(list)
         return outbound
-
-    @property
-    def owes_parts(self) -> bool:
-        """Whether messages were put off."""
-        return bool(self._parts)
-
-    def make_parts(self) -> bool:
-        """Make the messages that were put off; they are outbound then. False where none was."""
-        parts, self._parts = self._parts, []
-        for task, answer in parts:
-            self._outbound[task.request.link].append(answer.result())
-        return bool(parts)
 
     def put_off(self, work: Callable[[], None]) -> None:
         """Let metrics and spans wait until the answers have left, in order: an ended span can no
@@ -178,7 +165,6 @@ class CommandDesk:
                 self.completed.remove(session.task)
             self._end_span(session.task, self._observers.clock_ns())
             session.task = None
-        self._parts = [part for part in self._parts if part[0].session is not session]
         session.queued.clear()
         self._scheduler.release(session)
         self._table.remove(session)
@@ -304,10 +290,7 @@ class CommandDesk:
             part.make if part is not None else lambda: outcome,
         )
         task.answers.append(answer)
-        if part is None:
-            self._outbound[request.link].append(answer.result())
-        else:
-            self._parts.append((task, answer))
+        self._outbound[request.link].append(answer.result())
         if task.before.kv_len == 0:  # a prefill: what was found, what had to be computed
             metrics = self._observers.metrics
             metrics.cached_tokens.inc(answer.spent.cached_tokens)

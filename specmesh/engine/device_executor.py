@@ -112,7 +112,9 @@ class ProgramExecutor:
             launches = self._launches(step.segments)
             for launch in launches:
                 may = may_run_ahead if len(launches) == 1 else None
-                self._launch(launch, step.num_holders, gathered, meanwhile, may)
+                self._launch(
+                    launch, step.num_holders, gathered, meanwhile, may, is_behind=ahead is not None
+                )
         width = self._device.decoder.spec.num_embeddings
         return gathered.outcome(self._clock_ns(), width)
 
@@ -123,8 +125,11 @@ class ProgramExecutor:
         gathered: _Gathered,
         meanwhile: Callable[[], object],
         may_run_ahead: Callable[[], bool] | None,
+        *,
+        is_behind: bool,
     ) -> None:
-        """Run one program. may_run_ahead: None where others follow in the same step."""
+        """Run one program. may_run_ahead: None where others follow in the same step. is_behind: a
+        chain that counts for nobody is still at work."""
         wanted = self._num_wanted(launch, num_holders)
         program = self._program(launch, max(wanted))
         num_rows = self._pack(program, launch, wanted)
@@ -132,7 +137,7 @@ class ProgramExecutor:
         if may_run_ahead is not None and launch.long is None and program.shape.can_repeat:
             chain = Chain.of(program, launch.short, self._page_size)
             follow = self._follow(chain, wanted, may_run_ahead)
-        outputs = self.programs.run(program, meanwhile, follow)
+        outputs = self.programs.run(program, meanwhile, follow, is_behind=is_behind)
         slots = [*range(len(launch.short)), program.shape.num_seqs]
         self._take(
             program, list(zip(slots, launch.segments, wanted, strict=False)), num_rows, outputs,
@@ -150,6 +155,7 @@ class ProgramExecutor:
         """Wait for a chain that runs already, and take it for those it counts for."""
         chain, program = ahead.chain, ahead.chain.program
         num_passes = program.shape.num_passes
+        gathered.batch_size = len(chain.tasks)  # also those that it ran for nothing
         follow = None
         if len(own) == len(chain.tasks) and not gathered.left:
             follow = self._follow(chain, [num_passes] * len(own), may_run_ahead)

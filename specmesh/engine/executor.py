@@ -61,9 +61,9 @@ class Executor(Protocol):
         """Perform the copies and the passes of a step; blocks until the device is done.
 
         meanwhile is called once or more: while a device works that is not this thread, or before
-        a pass on this thread. Parts of answers are sent in it. may_run_ahead: asked shortly before
-        the end, whether the device may go on with the same sessions before it is known what comes
-        next; the following step finds that work done or under way.
+        a pass on this thread. may_run_ahead: asked shortly before the end, whether the device may
+        go on with the same sessions before it is known what comes next; the following step finds
+        that work done or under way.
         """
         ...
 

@@ -87,10 +87,12 @@ class ProgramSet:
         program: StepProgram,
         meanwhile: Callable[[], object] = lambda: None,
         before_end: Callable[[], object] | None = None,
+        *,
+        is_behind: bool = False,
     ) -> HostArrays:
-        """Run a program; blocks until the device is done. See `StepProgram.wait`."""
+        """Run a program; blocks until the device is done. See `StepProgram.launch` and `wait`."""
         if program.is_captured or not self._captures:
-            return program.wait(program.launch(), meanwhile, before_end)
+            return program.wait(program.launch(is_behind=is_behind), meanwhile, before_end)
         started = time.perf_counter()
         outputs = program.wait(program.launch(), meanwhile)
         spent_s = time.perf_counter() - started

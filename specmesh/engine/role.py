@@ -41,10 +41,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An outcome that may be told after the next pass has begun: nobody waits for it to go on.
+    """An outcome after which the command may go on.
 
-    make: gives the answer's message. goes_on: the command stays at work, else this ends it. Whether
-    an outcome is a Part must not depend on what was drawn, or when it is told would tell of that.
+    make: gives the answer's message. goes_on: the command stays at work, else this ends it.
     """
 
     make: Callable[[], Any]

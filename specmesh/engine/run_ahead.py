@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specmesh.engine.scheduler import Segment, Task
-from specmesh.engine.step_programs import Running, StepProgram
-
-# Sequences from which on a gap between chains costs more than a chain that nobody wants any more:
-# a request that comes next would wait for it.
-MIN_SEQS = 16
+from specmesh.engine.step_programs import MIN_SEQS_TO_REPEAT, Running, StepProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Chain:
         """
         shape = self.program.shape
         twice = 2 * shape.num_passes
-        if not shape.can_repeat or len(self.tasks) < MIN_SEQS:
+        if not shape.can_repeat or len(self.tasks) < MIN_SEQS_TO_REPEAT:
             return False
         if any(count != shape.num_passes for count in num_taken):
             return False

@@ -8,6 +8,7 @@ know what the messages of a role mean (specmesh/engine/role.py) or how streams w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -210,32 +211,26 @@ class Engine:
             while self._read_inbox(block=not can_run):
                 ran = self._turn()
                 self._flush()
-                can_run = ran and not self._is_done
-            self._send_parts()
+                can_run = ran and self._scheduler.has_work
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
+            with contextlib.suppress(Exception):
+                self._desk.look_back()  # spans and metrics of what was answered
             self.on_death()
 
     def _turn(self) -> bool:
         """Everything between what arrived and what is sent. True where a pass ran.
 
-        Parts of answers leave when the next pass has begun: the device does not wait for them.
+        All that a pass gave leaves before the next one is begun: when an answer comes must not tell
+        whether another pass was wanted, which depends on what was drawn.
         """
         self._expire()
         self._complete(self._desk_completed())
         step = self._compose()
         if step.segments:
             self._run(step)
-        else:
-            self._send_parts()
         self._complete(self._desk_completed())
         return bool(step.segments)
-
-    @property
-    def _is_done(self) -> bool:
-        """Whether nothing is left to do after a pass: the worker waits at once then, as whoever
-        sends its answers needs the interpreter."""
-        return not (self._scheduler.has_work or self._desk.owes_parts)
 
     def _read_inbox(self, *, block: bool) -> bool:
         """Perform everything that arrived. False when told to stop."""
@@ -262,21 +257,12 @@ class Engine:
                 self._executor.use_idle()
             return True
 
-    def _overlap(self) -> None:
-        """While the device works: send what the last pass gave, read what has come."""
-        self._send_parts()
-        self._read_early()
-
     def _nothing_waits(self) -> bool:
         """Whether the sessions in the pass are all there is: nobody else wants the next one."""
         return not self._held and self._inbox.empty() and not self._scheduler.has_work
 
-    def _send_parts(self) -> None:
-        if self._desk.make_parts():
-            self._flush()
-
     def _read_early(self) -> None:
-        """Take commands that leave the sessions in the pass alone.
+        """While the device works, take commands that leave the sessions in the pass alone.
 
         Openings, closings and ends of links free pages, so they wait for the pass, and with them
         everything that came later.
@@ -310,9 +296,8 @@ class Engine:
     def _run(self, step: Step) -> None:
         tasks = [segment.task for segment in step.segments]
         try:
-            outcome = self._executor.run(step, self._overlap, self._nothing_waits)
+            outcome = self._executor.run(step, self._read_early, self._nothing_waits)
         except Exception as error:
-            self._send_parts()  # of the pass before: what became of this one must not matter
             logger.exception("a forward pass failed")
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device's context is lost: no later pass can succeed
@@ -381,8 +366,6 @@ class Engine:
 
     def _flush(self) -> None:
         """Send what was answered; what nobody waits for comes after."""
-        if self._finishing:
-            self._desk.make_parts()  # the last answers of a link that is to end
         for link, results in self._desk.take_outbound().items():
             link.post(results)
         for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:

@@ -32,6 +32,9 @@ MARGIN_S = 0.0003  # how long before the usual end of a step the host looks for 
 LAUNCH_S = 0.003  # how long before it a chain that follows is launched: more than launching takes
 USUAL_WEIGHT = 0.1
 MIN_CHAIN_TO_REPEAT = 8  # passes of chains that can be launched behind themselves
+# Sequences from which on a gap between chains costs more than a chain that nobody wants any more:
+# a request that comes next would wait for it.
+MIN_SEQS_TO_REPEAT = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -67,7 +70,8 @@ class StepShape:
     def can_repeat(self) -> bool:
         """Whether a chain of this shape can follow itself without the host: plain decoding."""
         is_plain = self.max_query_len == 1 and self.rows_per_seq == 1 and not self.long_rows
-        return is_plain and self.num_passes >= MIN_CHAIN_TO_REPEAT
+        is_long = self.num_passes >= MIN_CHAIN_TO_REPEAT
+        return is_plain and is_long and self.num_seqs >= MIN_SEQS_TO_REPEAT
 
     @property
     def cost_order(self) -> tuple[int, int, bool, int]:
@@ -144,10 +148,14 @@ def _forward_fields(shape: StepShape, page_size: int) -> list[Field]:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A launched program. outputs: where its results lie once the device is done."""
+    """A launched program. outputs: where its results lie once the device is done.
+
+    is_behind: launched behind other work, so that its time tells nothing of its own.
+    """
 
     outputs: HostArrays
     done: Any  # the event behind it; None where the device is no GPU, which computes at once
+    is_behind: bool = False
 
 
 class StepProgram:
@@ -199,14 +207,17 @@ class StepProgram:
         host["long_cu_seqlens"].fill(0)
 
     @torch.inference_mode()
-    def launch(self) -> Running:
-        """Send the inputs, compute, fetch the outputs: all in the stream's order."""
+    def launch(self, *, is_behind: bool = False) -> Running:
+        """Send the inputs, compute, fetch the outputs: all in the stream's order.
+
+        is_behind: a chain that nobody waits for is still at work.
+        """
         self.buffers.inputs.upload()
         if self._graph is not None:
             self._graph.replay()
         else:
             self._compute()
-        return self._fetch()
+        return self._fetch(is_behind=is_behind)
 
     @torch.inference_mode()
     def launch_again(self) -> Running:
@@ -220,20 +231,20 @@ class StepProgram:
             self._repeat.replay()
         else:
             self._compute_again()
-        return self._fetch()
+        return self._fetch(is_behind=True)
 
     def run(self) -> HostArrays:
         """Launch and wait; returns the outputs."""
         return self.wait(self.launch())
 
-    def _fetch(self) -> Running:
+    def _fetch(self, *, is_behind: bool) -> Running:
         outputs = self.buffers.outputs.download()
         if not self._on_gpu:
             return Running(outputs, None)
         make_event: Any = torch.cuda.Event  # untyped in torch
         done = make_event()
         done.record()
-        return Running(outputs, done)
+        return Running(outputs, done, is_behind)
 
     def wait(
         self,
@@ -247,23 +258,32 @@ class StepProgram:
         what the host does there overlaps. before_end: called once, so long before that end that a
         chain launched in it follows without a gap.
         """
-        started = time.perf_counter()
-        meanwhile()
         if running.done is None:
+            meanwhile()
             if before_end is not None:
                 before_end()
             return running.outputs
-        end = started + self._usual_s
+        started = time.perf_counter()
+        try:
+            self._overlap(started + self._usual_s, meanwhile, before_end)
+        finally:
+            running.done.synchronize()  # also where the host fails: buffers are written anew then
+        if not running.is_behind:
+            spent_s = time.perf_counter() - started
+            self._usual_s += USUAL_WEIGHT * (spent_s - self._usual_s)
+        return running.outputs
+
+    def _overlap(
+        self, end: float, meanwhile: Callable[[], object], before_end: Callable[[], object] | None
+    ) -> None:
+        """What the host does until the usual end."""
+        meanwhile()
         if before_end is not None:
             if _sleep_until(end - LAUNCH_S):
                 meanwhile()
             before_end()
         if _sleep_until(end - MARGIN_S):
             meanwhile()
-        running.done.synchronize()
-        spent_s = time.perf_counter() - started
-        self._usual_s += USUAL_WEIGHT * (spent_s - self._usual_s)
-        return running.outputs
 
     @torch.inference_mode()
     def capture(self, pool: Any) -> None:

@@ -55,15 +55,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def logged(name: str) -> None:
         launch = getattr(StepProgram, name)
 
-        def run(self: StepProgram) -> Any:
+        def run(self: StepProgram, **options: Any) -> Any:
             log.append(f"{name} {self.shape.num_passes}")
-            return launch(self)
+            return launch(self, **options)
 
         monkeypatch.setattr(StepProgram, name, run)
 
     logged("launch")
     logged("launch_again")
-    monkeypatch.setattr(run_ahead, "MIN_SEQS", 1)
+    monkeypatch.setattr(run_ahead, "MIN_SEQS_TO_REPEAT", 1)
+    monkeypatch.setattr(step_programs, "MIN_SEQS_TO_REPEAT", 1)
     monkeypatch.setattr(step_programs, "MIN_CHAIN_TO_REPEAT", CHAIN)
     monkeypatch.setattr(device_verifier, "PASS_COUNTS", (1, CHAIN))
     return log
@@ -101,6 +102,8 @@ class Answers:
             assert result.WhichOneof("result") in ("verdict", "closed"), result
             if result.HasField("verdict"):
                 self.tokens.setdefault(result.session_id, []).extend(result.verdict.tokens)
+                if len(result.verdict.tokens) == CHAIN:  # also where sessions left the chain
+                    assert result.timing.batch_size == result.timing.batch_rows
                 self._num_open -= not result.verdict.more
         return self.tokens
 
@@ -217,7 +220,7 @@ def test_who_comes_while_a_chain_runs_ahead_is_served_next(
 def chain_of(end: int, pages: int, num_seqs: int, num_passes: int = 8, most: int = 1024) -> Chain:
     """A chain of equal sessions, by its numbers alone."""
     program: Any = SimpleNamespace(
-        shape=StepShape(num_seqs, 1, 0, num_passes, 1, max_context_len=most)
+        shape=StepShape(max(16, num_seqs), 1, 0, num_passes, 1, max_context_len=most)
     )
     task: Any = SimpleNamespace(session=SimpleNamespace(block_table=[0] * pages))
     segments = [Segment(task, end - 1, end, 1)] * num_seqs
@@ -251,6 +254,7 @@ def test_shorter_chains_and_rounds_are_not_followed() -> None:
     assert not StepShape(16, 2, 0, 8).can_repeat
     assert not StepShape(16, 1, 64, 8).can_repeat
     assert not StepShape(16, 1, 0, 8, rows_per_seq=2).can_repeat
+    assert not StepShape(8, 1, 0, 8).can_repeat
     assert StepShape(16, 1, 0, 8).can_repeat
 
 
@@ -278,9 +282,9 @@ def test_a_chunk_joins_only_what_is_captured_with_it(
     kinds: list[tuple[int, bool]] = []
     launch = ProgramExecutor._launch
 
-    def logged(self: ProgramExecutor, wanted: Any, *rest: Any) -> None:
+    def logged(self: ProgramExecutor, wanted: Any, *rest: Any, **options: Any) -> None:
         kinds.append((len(wanted.short), wanted.long is not None))
-        launch(self, wanted, *rest)
+        launch(self, wanted, *rest, **options)
 
     monkeypatch.setattr(ProgramExecutor, "_launch", logged)
 

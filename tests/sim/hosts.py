@@ -134,7 +134,7 @@ class SimEngine(Engine):
         if ran:
             self.after_turn()
         self._is_busy = False
-        if (ran and not self._is_done) or not self._inbox.empty():
+        if (ran and self._scheduler.has_work) or not self._inbox.empty():
             self._wake()
 
 
