@@ -16,10 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.accept import _close_kernel
+from kernels.accept import _close_kernel, _judge_kernel
 from kernels.configs.sampling import Launch, close_launch, judge_launch
 from kernels.draw import _draw_kernel
-from kernels.judging import _judge_kernel
 from kernels.row_state import LEAF, RACE_ROWS, TILE
 
 
@@ -157,9 +156,6 @@ def accept(
     batch = round_.candidates.shape[0]
     if scratch.shape[0] < batch:
         raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the round has {batch}")
-    num_rows = batch * (round_.candidates.shape[1] + 1)
-    if round_.first_rows is None and logits.shape[0] < num_rows:  # all are read ahead, used or not
-        raise ValueError(f"the round needs {num_rows} rows of logits, there are {logits.shape[0]}")
     return Outcome(
         *torch.ops.specmesh.accept(
             logits, round_.candidates, round_.num_candidates, round_.seeds, round_.base_lens,
@@ -193,10 +189,6 @@ def _launch_accept(
     draft_exponents: Tensor | None, draft_masses: Tensor | None, vocab_size: int, scratch: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, bucket = candidates.shape
-    # The kernels know the strides of rows alone.
-    candidates, stop_ids = candidates.contiguous(), stop_ids.contiguous()
-    thresholds, draft_thresholds = _contiguous(thresholds), _contiguous(draft_thresholds)
-    draft_exponents, draft_masses = _contiguous(draft_exponents), _contiguous(draft_masses)
     outputs = _accept_outputs(candidates)
     num_leaves = triton.cdiv(vocab_size, LEAF)
     sparse = kind == DraftKind.SPARSE
@@ -221,29 +213,23 @@ def _launch_accept(
         *rows, *drafts, *partials, leaf_weights, leaves_done, *strides,
         vocab_size, num_leaves, num_sparse, num_slots, num_parts,
         BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
-        EARLY=close.early, num_warps=judge.num_warps,
-        maxnreg=judge.sum_cap(logits.element_size()),
+        EARLY=close.early, num_warps=judge.num_warps, maxnreg=judge.max_registers,
     )  # fmt: skip
-    num_tiles = triton.cdiv(vocab_size, close.size)
+    num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
     per_program = close.tiles_a_program(batch * num_tiles)
     num_groups = triton.cdiv(num_tiles, per_program)
-    leftovers = logits.new_empty(batch, num_groups, dtype=torch.float32)
     _close_kernel[(batch * num_groups,)](
         *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
-        leaves_done, arrivals, best_rates, leftovers, *outputs, *strides,
-        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_parts, num_groups,
+        leaves_done, arrivals, best_rates, *outputs, *strides,
+        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_tiles, num_groups,
+        num_parts,
         BUCKET=bucket, BUCKET_PAD=max(2, triton.next_power_of_2(bucket + 1)),
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
-        GROUPS_PAD=max(2, triton.next_power_of_2(num_groups)), RUN=close.run,
-        TILES=per_program * (close.rows // 4), STAGES=close.stages, WARPS=close.num_warps,
+        ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=per_program,
         num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
     return (*outputs, *partials[:2])
-
-
-def _contiguous(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.contiguous()
 
 
 def _num_slots(bucket: int, kind: int, draft_masses: Tensor | None) -> int:

@@ -69,20 +69,16 @@ def trials() -> list[Trial]:
     """Every candidate, in the order they are timed; each starts from the checked-in tables."""
     found: list[Trial] = []
     found += [Trial("S64", f"judge {warps} warps", _judge(Launch(warps))) for warps in (1, 2, 4)]
-    for warps, per_program, registers in (
-        (1, 4, 64), (1, 4, 80), (1, 8, 80), (1, 8, 96), (1, 16, 96), (2, 4, 96), (4, 2, 96),
+    for warps, rows, per_program in (
+        (1, 4, 8), (1, 4, 16), (1, 2, 16), (1, 2, 32), (2, 2, 8), (2, 4, 8), (4, 4, 2), (4, 4, 4),
     ):  # fmt: skip
-        launch = Launch(
-            warps, per_program=per_program, max_registers=registers, stages=4, early=True
-        )
+        launch = Launch(warps, rows, per_program, early=True)
         found.append(Trial("S64", f"close {launch}", _close(launch)))
         found.append(Trial("S64-sparse", f"close {launch}", _close(launch)))
     for warps in (1, 2, 4):
         found.append(Trial("accept1-sparse", f"judge {warps} warps", _judge(Launch(warps))))
     for programs in (0, 128, 256, 512):
-        launch = Launch(
-            1, per_program=8, min_programs=programs, max_registers=96, stages=4, early=True
-        )
+        launch = Launch(1, rows=4, per_program=8, min_programs=programs, early=True)
         found.append(Trial("accept1-sparse", f"close {launch}", _close(launch)))
     for warps in (4, 8, 16):
         for case in ("draft1", "draft1-128k", "draft64-128k", "redraw1", "round1"):
