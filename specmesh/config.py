@@ -141,7 +141,7 @@ class EngineSettings(_Section):
     # Commands a session-holder may have waiting before TOO_BUSY.
     max_waiting_commands: int = Field(default=1024, ge=1)
     session_idle_s: float = Field(default=60.0, gt=0)
-    # Device threads; None leaves torch's choice.
+    # Threads on the CPU; None leaves torch's choice, or takes one where a GPU computes.
     num_threads: int | None = Field(default=None, ge=1)
 
 

@@ -300,6 +300,17 @@ def rpc_limits(settings: ServerSettings) -> RpcLimits:
     return RpcLimits(max_message_bytes=settings.max_message_bytes)
 
 
+def host_threads(settings: EngineSettings) -> int | None:
+    """Threads of torch on the CPU; None leaves torch's choice.
+
+    Where a GPU computes, one: what the host is left with are a few rows of an audited round, and
+    waking a pool as large as the machine for them stops every session of the engine.
+    """
+    if settings.num_threads is None and runs_captured(settings):
+        return 1
+    return settings.num_threads
+
+
 def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
     """Run a service process; return its exit status: 0 after a drain, 1 when the engine died.
 
@@ -309,8 +320,9 @@ def main(settings: DraftSettings | TargetSettings, side: Side) -> int:
     configure_logging(side.name, instance_id, settings.telemetry.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    if settings.engine.num_threads is not None:
-        torch.set_num_threads(settings.engine.num_threads)
+    num_threads = host_threads(settings.engine)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
 
     async def run() -> None:
         await ServiceProcess(settings, side).run()

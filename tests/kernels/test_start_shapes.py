@@ -13,6 +13,7 @@ import torch
 
 from draft_service.device_proposer import DeviceProposer
 from specmesh.config import EngineSettings
+from specmesh.engine import serving
 from specmesh.engine.buckets import filtered_shapes, start_shapes
 from specmesh.engine.executor import MAX_SLOTS
 from specmesh.engine.serving import buckets_for
@@ -83,3 +84,15 @@ def test_filters_are_compiled_with_every_number_of_rows(make: Any, device: str) 
     assert all(shape.is_filtered for shape in compiled)
     assert {shape.rows_per_seq for shape in compiled} == {shape.rows_per_seq for shape in shapes}
     assert not any(shape.is_filtered for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_gpu", "num_threads"), [(None, False, None), (None, True, 1), (3, True, 3)]
+)
+def test_a_gpus_host_works_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, wanted: int | None, on_gpu: bool, num_threads: int | None
+) -> None:
+    """Unless told otherwise: what is left to the host is too little for more."""
+    monkeypatch.setattr(serving, "runs_captured", lambda settings: on_gpu)
+    settings = EngineSettings(model=Path("anything"), num_threads=wanted)
+    assert serving.host_threads(settings) == num_threads

@@ -197,9 +197,7 @@ def test_a_pass_that_fails_keeps_no_part_back(engine: Engine, record: Record) ->
 
 
 @pytest.mark.parametrize("ending", ["close", "link", "half"])
-def test_ends_that_come_between_two_passes(
-    engine: Engine, record: Record, ending: str
-) -> None:
+def test_ends_that_come_between_two_passes(engine: Engine, record: Record, ending: str) -> None:
     """A session is closed, its link ends, or its peer sends no more, in the middle of a command."""
     executor: Any = engine._executor
     gate, reached = threading.Event(), threading.Event()
