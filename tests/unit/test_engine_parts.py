@@ -345,7 +345,7 @@ def test_a_stop_in_a_chain_ends_the_command_there() -> None:
 
 
 def test_a_stop_where_the_steps_end_is_told_as_their_end() -> None:
-    """Whether an answer may wait for the next pass depends on steps, never on tokens."""
+    """That the steps are taken is told by the steps, never by the tokens."""
     for tokens in ([2, 5, 1, 1], [2, 3, 4, 1]):
         assert isinstance(Chained(steps=4, stop_ids=[5]).commit(tokens), target_pb2.Verdict)
         assert isinstance(Chained(steps=5, stop_ids=[5]).commit(tokens), Part)
