@@ -81,8 +81,8 @@ class CommandDesk:
         return outbound
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Let metrics and spans wait until the answers have left, in order: an ended span can no
-        longer be linked."""
+        """Let metrics and spans wait until all sessions of a pass are answered, in order: an ended
+        span can no longer be linked."""
         self._put_off.append(work)
 
     def look_back(self) -> None:

@@ -365,7 +365,8 @@ class Engine:
         self._scheduler.release(session)
 
     def _flush(self) -> None:
-        """Send what was answered; what nobody waits for comes after."""
+        """Send what was answered; first its spans and metrics, for which its receiver may ask."""
+        self._desk.look_back()
         for link, results in self._desk.take_outbound().items():
             link.post(results)
         for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:
@@ -376,7 +377,6 @@ class Engine:
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(None)
             self._empty_waiters.clear()
-        self._desk.look_back()
 
     def _observe(self, outcome: StepOutcome, spans: list[Any]) -> None:
         elapsed_us = (outcome.end_ns - outcome.start_ns) // 1000

@@ -83,6 +83,7 @@ def _coordinator(coordinator: Any) -> list[object]:
             parts += [driver.session_id, session.stage, session.ledger.tokens, session.target]
             parts += [draft, session._round, session.round_index, session._first_round]
             parts += [session._plain_steps, driver._opened_on_rows, driver._inbox]
+            parts.append(len(driver._output))
             parts.append(sorted(map(str, driver._timers)))
     return parts
 
@@ -90,7 +91,7 @@ def _coordinator(coordinator: Any) -> list[object]:
 def _service(host: Any) -> list[object]:
     engine = host.engine
     parts: list[object] = [(host.is_up, host.pool.num_free, engine._is_busy)]
-    parts.append((engine._inbox.empty(), engine._scheduler.num_waiting, len(engine._desk._parts)))
+    parts.append((engine._inbox.empty(), engine._scheduler.num_waiting))
     for session in engine._table:
         at_work = session.task is not None
         parts.append((session.session_id, session.epoch, session.ledger, session.answered, at_work))
