@@ -244,7 +244,9 @@ async def test_draft_lost_midway_changes_nothing() -> None:
         assert finished is not None
         reasons = dict(finished.speculation.fallback_rounds)
         assert set(reasons) <= {"draft_lost", "draft_resync", "budget", "draft_session_lost"}
-        assert "draft_lost" in reasons
+        # Lost while a proposal is awaited, or while the target verifies: then it is back in time to
+        # be filled.
+        assert reasons.keys() & {"draft_lost", "draft_resync"}
         await stack.all_pages_free()
 
 
