@@ -11,7 +11,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -68,7 +67,6 @@ class CommandDesk:
         self._role = role
         self._observers = observers
         self._outbound: dict[Link, list[Any]] = defaultdict(list)
-        self._put_off: list[Callable[[], None]] = []
         self.completed: list[Task] = []  # started with nothing to feed; the engine advances them
         self.draining = False
         self.num_answered = 0
@@ -79,17 +77,6 @@ class CommandDesk:
         """Results made since the last call, by link."""
         outbound, self._outbound = self._outbound, defaultdict(list)
         return outbound
-
-    def put_off(self, work: Callable[[], None]) -> None:
-        """Let metrics and spans wait until all sessions of a pass are answered, in order: an ended
-        span can no longer be linked."""
-        self._put_off.append(work)
-
-    def look_back(self) -> None:
-        """Do what was put off."""
-        put_off, self._put_off = self._put_off, []
-        for work in put_off:
-            work()
 
     def _answer(self, link: Link, command: Any, **fields: Any) -> Any:
         result = self._role.wire.result_type(
@@ -307,7 +294,9 @@ class CommandDesk:
         session.answered = Answered(task.request.command, task.answers)
         session.last_used_ns = now
         session.task = None
-        self.put_off(partial(self._observe_finished, task, now))
+        queue_us = sum(answer.spent.queue_ns for answer in task.answers) // 1000
+        self._observers.metrics.observe_command(self._role.wire.kind, "ok", queue_us)
+        self._end_span(task, now)
         self._start_next(session)
 
     def fail(self, task: Task, error: SpecmeshError) -> None:
@@ -319,7 +308,7 @@ class CommandDesk:
         queue_ns = task.queue_ns + sum(answer.spent.queue_ns for answer in task.answers)
         self.refuse(request.link, request.command, error, queue_ns // 1000)
         Telemetry.fail(task.span, error)
-        self.put_off(task.span.end)
+        task.span.end()
         self._start_next(session)
 
     # ------------------------------------------------------------ observation
@@ -338,11 +327,6 @@ class CommandDesk:
         }
         start_ns = request.arrived_ns + self._observers.unix_offset_ns
         return telemetry.start(self._role.wire.span, context, attributes, start_ns)
-
-    def _observe_finished(self, task: Task, now: int) -> None:
-        queue_us = sum(answer.spent.queue_ns for answer in task.answers) // 1000
-        self._observers.metrics.observe_command(self._role.wire.kind, "ok", queue_us)
-        self._end_span(task, now)
 
     def _end_span(self, task: Task, now: int) -> None:
         """One span for all parts of a command; of one that is closed, for those it was answered."""

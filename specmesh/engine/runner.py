@@ -8,7 +8,6 @@ know what the messages of a role mean (specmesh/engine/role.py) or how streams w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -17,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -214,8 +212,6 @@ class Engine:
                 can_run = ran and self._scheduler.has_work
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
-            with contextlib.suppress(Exception):
-                self._desk.look_back()  # spans and metrics of what was answered
             self.on_death()
 
     def _turn(self) -> bool:
@@ -310,7 +306,7 @@ class Engine:
             self._scheduler.add(task)
         left = set(map(id, outcome.left))
         spans = [task.span for task in tasks if id(task) not in left]
-        self._desk.put_off(partial(self._observe, outcome, spans))
+        self._observe(outcome, spans)  # before answers end the spans: ended, they take no links
         if outcome.finished:
             self._advance(outcome.finished, outcome.logits)
 
@@ -365,8 +361,6 @@ class Engine:
         self._scheduler.release(session)
 
     def _flush(self) -> None:
-        """Send what was answered; first its spans and metrics, for which its receiver may ask."""
-        self._desk.look_back()
         for link, results in self._desk.take_outbound().items():
             link.post(results)
         for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:
