@@ -17,12 +17,12 @@ from torch import Tensor
 
 from coordinator.messages import Audit, Closing, Decide, Outcome
 from kernels import reference
+from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2
 from specmesh import wire
 from specmesh.errors import CorruptFrame, NumericFault, SpecmeshError
 
-NEAR_TIE = 2.0**-18  # relative margin below which two roundings may disagree (DESIGN section 5)
 _ROW_BYTES = 4
 
 
@@ -54,9 +54,14 @@ class AuditResult:
     margin: float | None = None
 
     @property
+    def is_near_tie(self) -> bool:
+        """A difference that rounding explains: target and coordinator may break it either way."""
+        return self.is_mismatch and self.margin is not None and self.margin < NEAR_TIE
+
+    @property
     def is_alarm(self) -> bool:
         """A difference that rounding cannot explain."""
-        return self.is_mismatch and (self.margin is None or self.margin >= NEAR_TIE)
+        return self.is_mismatch and not self.is_near_tie
 
 
 class _LazyRows(Sequence[Tensor]):

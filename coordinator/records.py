@@ -232,6 +232,7 @@ class RoundRecorder:
             audited=audit is not None,
             audit_mismatch=audit is not None and audit.is_mismatch,
             audit_margin=audit.margin if audit is not None else None,
+            audit_near_tie=audit is not None and audit.is_near_tie,
             num_retries=done.num_retries,
             offset=done.offset,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.reference import exponentials, total
 from kernels.streams import Purpose
 
-NEAR_TIE = 2.0**-18  # times closer than this, relatively: a tie that rounding may break either way
+NEAR_TIE = 2.0**-18  # relative distance below which rounding may choose (DESIGN section 5)
 
 
 def is_redrawn(

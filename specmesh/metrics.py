@@ -61,7 +61,6 @@ MAX_POSITIONS = 16  # settings allow no longer block
 CLOSINGS = ("recovered", "bonus", "stopped", "plain")
 ROUND_PARTS = ("target", "draft", "queue", "wire", "manage")
 SIDES = ("draft", "target")
-NEAR_TIE = 2.0**-18  # below this margin an audit mismatch is a near-tie, not an alarm
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,11 +336,9 @@ class CoordinatorMetrics:
         if record.audited:
             self._audited.inc()
         if record.audit_mismatch:
-            margin = record.audit_margin
-            near = margin is not None and margin < NEAR_TIE
-            self._audit_mismatch.labels("near_tie" if near else "mismatch").inc()
-            if margin is not None:
-                self._audit_margin.observe(margin)
+            self._audit_mismatch.labels("near_tie" if record.audit_near_tie else "mismatch").inc()
+            if record.audit_margin is not None:
+                self._audit_margin.observe(record.audit_margin)
         alarms: list[str] = []
         if record.rule == "residual" and self.law.observe_candidates(
             record.num_accepted, record.overlaps

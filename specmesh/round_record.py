@@ -51,7 +51,8 @@ class RoundRecord:
     rule: "residual", "coupled" or "greedy". target_probs, draft_probs, overlaps: per judged
     candidate p(x), q(x) and sum(min(p, q)). emitted_argmax, emitted_max_probs: per emitted token.
     draft is None when no draft took part; `fallback` then says why, unless k = 0 was chosen.
-    offset: tokens of its command to the target that rounds before this one brought.
+    offset: tokens of its command to the target that rounds before this one brought. audit_near_tie:
+    a mismatch that rounding explains, as whoever audited says; any other is an alarm.
     """
 
     session_id: str
@@ -83,6 +84,7 @@ class RoundRecord:
     audited: bool = False
     audit_mismatch: bool = False
     audit_margin: float | None = None
+    audit_near_tie: bool = False
     num_retries: int = 0
     offset: int = 0
 

@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.decide import AuditResult
 from coordinator.messages import Outcome
 from coordinator.protocol import Session
 from coordinator.replica import CoordinatorReplica
 from draft_service.proposer import Proposer
+from kernels.reference_rows import NEAR_TIE
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, Finished, GenerateOptions, RetryPolicy
@@ -345,6 +347,25 @@ async def test_an_audit_that_fails_does_not_fail_what_it_watches(
             "specmesh_audit_mismatches_total", {"kind": "mismatch"}
         )
         assert alarms
+
+
+async def test_near_ties_of_audits_are_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mismatch that rounding explains reaches the counters as a near-tie, and raises no alarm."""
+
+    def tied(*_args: Any) -> AuditResult:
+        return AuditResult(is_mismatch=True, margin=NEAR_TIE / 2)
+
+    monkeypatch.setattr("coordinator.driver.audit_round", tied)
+    async with running_stack(speculation=SpeculationSettings(audit_ratio=1.0)) as stack:
+        await tokens_of(stack, seed=3, num_draft_tokens=3)
+        found = {
+            kind: stack.replica.metrics.registry.get_sample_value(
+                "specmesh_audit_mismatches_total", {"kind": kind}
+            )
+            for kind in ("near_tie", "mismatch")
+        }
+        assert found["near_tie"]
+        assert found["mismatch"] == 0
 
 
 async def test_admission_is_bounded() -> None:

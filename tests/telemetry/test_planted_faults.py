@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.decide import NEAR_TIE
+from kernels.reference_rows import NEAR_TIE
 from specmesh.client import GenerateOptions
 from specmesh.config import LinkSettings, SpeculationSettings
 from specmesh.metrics import CoordinatorMetrics

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from coordinator.decide import NEAR_TIE, DraftFault, Law, audit_round, decide_round
+from coordinator.decide import AuditResult, DraftFault, Law, audit_round, decide_round
 from coordinator.messages import Audit, Closing, Decide, Outcome
 from kernels import reference
+from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2
 from specmesh import wire
@@ -152,6 +153,17 @@ def test_near_tie_is_no_alarm() -> None:
     result = audit(rule, (), Outcome(0, (1 - winner,), Closing.BONUS), tied)
     assert result.is_mismatch  # type: ignore[attr-defined]  # AuditResult
     assert not result.is_alarm  # type: ignore[attr-defined]  # as above
+
+
+@pytest.mark.parametrize(
+    ("margin", "is_tie"), [(2.0**-19, True), (2.0**-18, False), (2.0**-17, False), (None, False)]
+)
+def test_a_mismatch_is_a_near_tie_or_an_alarm(margin: float | None, is_tie: bool) -> None:
+    """Below 2^-18 rounding may have chosen; without a margin a mismatch is never excused."""
+    result = AuditResult(is_mismatch=True, margin=margin)
+    assert (result.is_near_tie, result.is_alarm) == (is_tie, not is_tie)
+    agreed = AuditResult(is_mismatch=False)
+    assert (agreed.is_near_tie, agreed.is_alarm) == (False, False)
 
 
 def test_impossible_token_is_an_alarm() -> None:
