@@ -145,17 +145,17 @@ def accept(
     """Decide one round of a batch in two launches, without touching the host.
 
     logits: bfloat16, float16 or float32 [rows, width], any strides; ids >= vocab_size never win.
+    Draft rows and their ids may have any strides too; all other tensors must be contiguous.
     scratch: from `workspace`. Residual sessions with candidates need `draft`; without it they get
-    DRAFT_FAULT. Raises ValueError on shapes or kinds that do not fit.
+    DRAFT_FAULT. Raises ValueError on shapes, strides or kinds that do not fit.
     """
+    _require_round(round_)
     if draft is None:
         kind, draft = 0, DraftRows(DraftKind.LOGITS, logits.new_empty(0, 0, 0))
     else:
         kind = int(draft.kind)
         _require_draft(draft, round_)
-    batch = round_.candidates.shape[0]
-    if scratch.shape[0] < batch:
-        raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the round has {batch}")
+    _require_scratch(scratch, round_.candidates.shape[0])
     return Outcome(
         *torch.ops.specmesh.accept(
             logits, round_.candidates, round_.num_candidates, round_.seeds, round_.base_lens,
@@ -166,8 +166,35 @@ def accept(
     )  # fmt: skip
 
 
+def _require_packed(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Kernels count to an element from the tensor's first: nothing may be missing or between."""
+    if tensor is None:
+        return
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, it must be contiguous")
+
+
+def _require_scratch(scratch: Tensor, num_sessions: int) -> None:
+    if scratch.shape[0] < num_sessions:
+        raise ValueError(f"scratch holds {scratch.shape[0]} sessions, the call has {num_sessions}")
+    _require_packed("scratch", scratch, (scratch.shape[0], 3))
+
+
+def _require_round(round_: Round) -> None:
+    if round_.candidates.ndim != 2:
+        raise ValueError(f"candidates has shape {tuple(round_.candidates.shape)}, expected 2 axes")
+    batch, bucket = round_.candidates.shape
+    _require_packed("candidates", round_.candidates, (batch, bucket))
+    for name in ("num_candidates", "seeds", "base_lens", "rules", "temperatures", "first_rows"):
+        _require_packed(name, getattr(round_, name), (batch,))
+    _require_packed("stop_ids", round_.stop_ids, (batch, round_.stop_ids.shape[-1]))
+    _require_packed("thresholds", round_.thresholds, (batch, bucket + 1))
+
+
 def _require_draft(draft: DraftRows, round_: Round) -> None:
-    if draft.rows.shape[:2] != round_.candidates.shape:
+    if draft.rows.ndim != 3 or draft.rows.shape[:2] != round_.candidates.shape:
         raise ValueError(f"draft rows {tuple(draft.rows.shape)} do not fit the candidates")
     if draft.kind is DraftKind.SPARSE and (
         draft.ids is None or draft.ids.shape != draft.rows.shape
@@ -179,6 +206,10 @@ def _require_draft(draft: DraftRows, round_: Round) -> None:
         raise ValueError("exponents and masses come together")
     if draft.masses is not None and draft.kind is not DraftKind.LOGITS:
         raise ValueError("only rows of logits may carry their masses")
+    batch, bucket = round_.candidates.shape
+    _require_packed("draft.temperatures", draft.temperatures, (batch,))
+    for name in ("thresholds", "exponents", "masses"):
+        _require_packed(f"draft.{name}", getattr(draft, name), (batch, bucket))
 
 
 def _launch_accept(
@@ -289,13 +320,19 @@ def draw(
     """Draw one token from every row in one launch: the draft's proposals.
 
     logits [rows, width], any strides; seeds int64, positions, base_lens, rules int32, temperatures
-    float32 (> 0 unless greedy), thresholds float32 or None: [rows] each. Residual rows race with
-    PROPOSE noise keyed by base_len, coupled rows with COUPLED noise, greedy rows take the argmax
-    (their log_prob is 0). A row with NaN, +inf or no finite score gets token -1 and ROW_FAULT.
-    scratch: from `workspace`, for at least as many sessions as rows.
+    float32 (> 0 unless greedy), thresholds float32 or None: [rows] each, contiguous. Residual rows
+    race with PROPOSE noise keyed by base_len, coupled rows with COUPLED noise, greedy rows take the
+    argmax (their log_prob is 0). A row with NaN, +inf or no finite score gets token -1 and
+    ROW_FAULT. scratch: from `workspace`, for at least as many sessions as rows. Raises ValueError
+    on shapes or strides that do not fit.
     """
-    if scratch.shape[0] < logits.shape[0]:
-        raise ValueError(f"scratch holds {scratch.shape[0]} rows, the call has {logits.shape[0]}")
+    rows = (logits.shape[0],)
+    for name, column in (
+        ("seeds", seeds), ("positions", positions), ("base_lens", base_lens), ("rules", rules),
+        ("temperatures", temperatures), ("thresholds", thresholds),
+    ):  # fmt: skip
+        _require_packed(name, column, rows)
+    _require_scratch(scratch, logits.shape[0])
     return Draws(
         *torch.ops.specmesh.draw(
             logits, seeds, positions, base_lens, rules, temperatures, thresholds, vocab_size,

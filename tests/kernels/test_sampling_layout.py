@@ -1,0 +1,95 @@
+"""What `accept` and `draw` count through without strides is checked before a kernel reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.sampling import DraftKind, DraftRows, accept, draw, workspace
+from tests.kernels.rounds import round_of
+
+BATCH, BUCKET, VOCAB = 2, 3, 64
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """The same values, another one behind each."""
+    return torch.stack((tensor, torch.ones_like(tensor)), -1)[..., 0]
+
+
+def too_short(tensor: Tensor) -> Tensor:
+    """Without its last session."""
+    return tensor[:-1]
+
+
+CHANGES = (with_gaps, too_short)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "candidates", "num_candidates", "seeds", "base_lens", "rules", "temperatures", "stop_ids",
+        "thresholds", "first_rows", "draft.temperatures", "draft.thresholds", "draft.exponents",
+        "draft.masses", "scratch",
+    ],
+)  # fmt: skip
+def test_accept_refuses_what_is_not_packed(
+    device: str, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """A tensor with gaps or too few elements is refused by name: a kernel would read what lies
+    there in place of it. The call is fine without the change."""
+    full = {"device": device, "dtype": torch.float32}
+    round_ = round_of(
+        torch.zeros(BATCH, BUCKET, dtype=torch.int64, device=device),
+        thresholds=torch.full((BATCH, BUCKET + 1), -100.0, **full),
+        first_rows=torch.tensor([0, BUCKET + 1], dtype=torch.int32, device=device),
+    )
+    draft = DraftRows(
+        DraftKind.LOGITS,
+        torch.zeros(BATCH, BUCKET, VOCAB, **full),
+        temperatures=torch.ones(BATCH, **full),
+        thresholds=torch.full((BATCH, BUCKET), -100.0, **full),
+        exponents=torch.full((BATCH, BUCKET), 7.0, **full),
+        masses=torch.ones(BATCH, BUCKET, dtype=torch.int64, device=device),
+    )
+    logits = torch.zeros(BATCH * (BUCKET + 1), VOCAB, **full)
+    scratch = workspace(BATCH, device)
+    accept(logits, round_, draft, VOCAB, scratch)
+    owner, _, field = name.rpartition(".")
+    if name == "scratch":
+        scratch = change(scratch)
+    elif owner:
+        draft = replace(draft, **{field: change(getattr(draft, field))})
+    else:
+        round_ = replace(round_, **{field: change(getattr(round_, field))})
+    # All else is measured against the candidates: with a session less of them, others are too long.
+    blamed = "num_candidates" if (name, change) == ("candidates", too_short) else name
+    with pytest.raises(ValueError, match=rf"^{blamed} (has|holds)"):
+        accept(logits, round_, draft, VOCAB, scratch)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name", ["seeds", "positions", "base_lens", "rules", "temperatures", "thresholds", "scratch"]
+)
+def test_draw_refuses_what_is_not_packed(
+    device: str, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """The same of the draft's draw."""
+    columns = {
+        "seeds": torch.arange(BATCH, device=device),
+        "positions": torch.full((BATCH,), 40, dtype=torch.int32, device=device),
+        "base_lens": torch.full((BATCH,), 33, dtype=torch.int32, device=device),
+        "rules": torch.zeros(BATCH, dtype=torch.int32, device=device),
+        "temperatures": torch.ones(BATCH, device=device),
+        "thresholds": torch.full((BATCH,), -100.0, device=device),
+        "scratch": workspace(BATCH, device),
+    }
+    logits = torch.zeros(BATCH, VOCAB, device=device)
+    draw(logits, vocab_size=VOCAB, **columns)
+    with pytest.raises(ValueError, match=rf"^{name} (has|holds)"):
+        draw(logits, vocab_size=VOCAB, **{**columns, name: change(columns[name])})
