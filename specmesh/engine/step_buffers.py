@@ -1,17 +1,17 @@
-"""Memory that a captured step reads and writes: one block on the host, one on the device.
+"""Memory that a captured step reads and writes: blocks on the host and one on the device.
 
 Everything that varies between two runs of a captured step crosses in one copy each way. Owns the
-layout of named arrays within a block. Must not know what they mean.
+layout of named arrays within a block, the same on both sides. Must not know what they mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,50 +40,71 @@ class Field:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes, up to the alignment."""
-        size = int(np.prod(self.shape)) * self.dtype.itemsize
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class StepBuffer:
-    """Named arrays in one block, mirrored on host (numpy views) and device (tensor views).
+class _StepArrays:
+    """Named arrays in one block on the device (tensor views) and some on the host (numpy views).
 
-    The host's blocks are page-locked where the device is a GPU, so copies are asynchronous: the
-    caller waits for the device before it writes or reads them again. There are two, used in turn by
-    `download`, so that one copy can be read while the next is on its way; `host` is the first.
+    The host's blocks are page-locked where the device is a GPU, so copies are asynchronous.
     """
 
-    def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
+    def __init__(
+        self, fields: Sequence[Field], device: torch.device, *, num_host_blocks: int
+    ) -> None:
         """Zeroed memory for these fields."""
-        num_bytes = sum(field.num_bytes for field in fields) or _ALIGNMENT
+        places, num_bytes = _layout(fields)
         pinned = device.type == "cuda"
-        self._host_blocks = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
-        ]
         self._device_block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._hosts = [_views(block.numpy(), fields) for block in self._host_blocks]
-        self._turn = 0
+        self._host_blocks = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(num_host_blocks)
+        ]
         self.device: dict[str, Tensor] = {}
-        start = 0
-        for field in fields:
-            end = start + int(np.prod(field.shape)) * field.dtype.itemsize
-            view = self._device_block[start:end].view(_TORCH_TYPES[field.dtype])
-            self.device[field.name] = view.view(field.shape)
-            start += field.num_bytes
-
-    @property
-    def host(self) -> HostArrays:
-        """Arrays that `upload` sends."""
-        return self._hosts[0]
+        self._hosts: list[HostArrays] = [{} for _ in self._host_blocks]
+        for field, place in places:
+            own = self._device_block[place].view(_TORCH_TYPES[field.dtype])
+            self.device[field.name] = own.view(field.shape)
+            for views, block in zip(self._hosts, self._host_blocks, strict=True):
+                views[field.name] = block.numpy()[place].view(field.dtype).reshape(field.shape)
 
     @property
     def num_bytes(self) -> int:
         """Size of a block."""
         return self._device_block.numel()
 
+
+class StepInputs(_StepArrays):
+    """What the host writes and a step reads.
+
+    One block on the host: the caller writes it again only when the device is done with the step
+    that it was sent for. A chain launched behind another is sent nothing (`run_ahead`).
+    """
+
+    def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
+        super().__init__(fields, device, num_host_blocks=1)
+
+    @property
+    def host(self) -> HostArrays:
+        """Arrays that `upload` sends."""
+        return self._hosts[0]
+
     def upload(self) -> None:
         """Copy host to device, in the stream's order."""
         self._device_block.copy_(self._host_blocks[0], non_blocking=True)
+
+
+class StepOutputs(_StepArrays):
+    """What a step writes and the host reads.
+
+    Two blocks on the host, used in turn, so that one copy can be read while the next is on its way:
+    a chain's outputs are read while the chain behind it runs.
+    """
+
+    def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
+        super().__init__(fields, device, num_host_blocks=2)
+        self._turn = 0
 
     def download(self) -> HostArrays:
         """Copy device to host, in the stream's order; wait for the device before reading.
@@ -95,10 +116,10 @@ class StepBuffer:
         return self._hosts[self._turn]
 
 
-def _views(block: npt.NDArray[np.uint8], fields: Sequence[Field]) -> HostArrays:
-    views, start = {}, 0
+def _layout(fields: Sequence[Field]) -> tuple[list[tuple[Field, slice]], int]:
+    """(each field's bytes within a block, the size of a block). No block is empty."""
+    places, end = [], 0
     for field in fields:
-        end = start + int(np.prod(field.shape)) * field.dtype.itemsize
-        views[field.name] = block[start:end].view(field.dtype).reshape(field.shape)
-        start += field.num_bytes
-    return views
+        places.append((field, slice(end, end + field.num_bytes)))
+        end += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return places, max(end, _ALIGNMENT)

@@ -26,7 +26,7 @@ from kernels.reference_attention import PagedBatch
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.fused import PagedAttention, PagedGroup
 from specmesh.engine.kv_cache import KVCache
-from specmesh.engine.step_buffers import Field, HostArrays, StepBuffer
+from specmesh.engine.step_buffers import Field, HostArrays, StepInputs, StepOutputs
 
 MARGIN_S = 0.0003  # how long before the usual end of a step the host looks for work once more
 LAUNCH_S = 0.003  # how long before it a chain that follows is launched: more than launching takes
@@ -122,12 +122,12 @@ class Sampler(Protocol):
 class ProgramBuffers:
     """Inputs and outputs of a program."""
 
-    inputs: StepBuffer
-    outputs: StepBuffer
+    inputs: StepInputs
+    outputs: StepOutputs
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both, on one side."""
+        """Bytes of both on the device."""
         return self.inputs.num_bytes + self.outputs.num_bytes
 
 
@@ -174,8 +174,8 @@ class StepProgram:
         device = decoder.device
         fields = _forward_fields(shape, cache.page_size)
         self.buffers = ProgramBuffers(
-            StepBuffer([*fields, *sampler.input_fields(shape)], device),
-            StepBuffer(sampler.output_fields(shape), device),
+            StepInputs([*fields, *sampler.input_fields(shape)], device),
+            StepOutputs(sampler.output_fields(shape), device),
         )
         self._decoder, self._cache, self._sampler = decoder, cache, sampler
         num_logits = shape.num_slots * shape.rows_per_seq

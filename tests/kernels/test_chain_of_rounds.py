@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import Rule, Status
-from specmesh.engine.step_buffers import Field, StepBuffer
+from specmesh.engine.step_buffers import Field, StepInputs, StepOutputs
 from specmesh.engine.step_programs import ProgramBuffers, StepShape
 from target_service.device_verifier import UNUSED, TargetSampler
 
@@ -17,7 +17,7 @@ SHAPE = StepShape(num_seqs=2, max_query_len=3, num_passes=2, rows_per_seq=3, num
 
 def buffers_of(sampler: TargetSampler, *, with_round: bool) -> ProgramBuffers:
     """Slot 0: a round of two candidates, or padding. Slot 1: plain decoding."""
-    inputs = StepBuffer([Field("context_lens", (2,)), *sampler.input_fields(SHAPE)], CPU)
+    inputs = StepInputs([Field("context_lens", (2,)), *sampler.input_fields(SHAPE)], CPU)
     host = inputs.host
     host["context_lens"][:] = 9, 7
     host["base_lens"][:] = 7, 7
@@ -35,7 +35,7 @@ def buffers_of(sampler: TargetSampler, *, with_round: bool) -> ProgramBuffers:
         host["draft_ids"][0, :, 0] = 5, 6  # the whole law on one id each: the re-draw agrees
         host["draft_weights"][0, :, 0] = 1.0
     inputs.upload()
-    return ProgramBuffers(inputs, StepBuffer(sampler.output_fields(SHAPE), CPU))
+    return ProgramBuffers(inputs, StepOutputs(sampler.output_fields(SHAPE), CPU))
 
 
 def two_passes(*, with_round: bool) -> tuple[Tensor, Tensor]:
