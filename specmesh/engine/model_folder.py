@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from specmesh.engine.families import read_json
 from specmesh.engine.gguf import GgufModel, write_json
 from specmesh.engine.weights import (
-    CHECKSUMS_FILE,
     EMBEDDING,
     HEAD,
     Checkpoint,
     file_digest,
     is_complete,
+    record_files,
 )
 from specmesh.errors import ConfigError, ModelMismatch
 from specmesh.tokenizer import CONFIG_FILE, TOKENIZER_FILE
@@ -134,11 +134,7 @@ def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
         raise ConfigError(f"cannot write the model cache {folder.parent}: {refused}") from refused
     try:
         write(temporary)
-        files = {
-            file.name: {"sha256": file_digest(file), "bytes": file.stat().st_size}
-            for file in sorted(temporary.iterdir())
-        }
-        write_json(temporary / CHECKSUMS_FILE, {"files": files})
+        record_files(temporary)
         for file in temporary.iterdir():  # readable by the services' own user
             file.chmod(0o644)
         temporary.chmod(0o755)

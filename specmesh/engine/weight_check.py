@@ -15,9 +15,14 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specmesh.engine.gguf import write_json
 from specmesh.engine.model_folder import prepare_default_models
-from specmesh.engine.weights import CHECKSUMS_FILE, file_digest, recorded_files, weight_files
+from specmesh.engine.weights import (
+    CHECKSUMS_FILE,
+    file_digest,
+    record_files,
+    recorded_files,
+    weight_files,
+)
 from specmesh.errors import ConfigError
 
 
@@ -46,12 +51,7 @@ def check(folder: Path) -> None:
 def seal(folder: Path) -> None:
     """Record size and sha256 of every file. Raises ConfigError where there are no weights."""
     weight_files(folder)
-    files = {
-        file.name: {"sha256": file_digest(file), "bytes": file.stat().st_size}
-        for file in sorted(folder.iterdir())
-        if file.is_file() and file.name != CHECKSUMS_FILE
-    }
-    write_json(folder / CHECKSUMS_FILE, {"files": files})
+    record_files(folder)
 
 
 def place_default(folder: Path) -> None:

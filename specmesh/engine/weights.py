@@ -8,6 +8,7 @@ it out.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -98,6 +99,17 @@ def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or not all(map(_is_record, files, files.values())):
         raise ConfigError(f"{path}: files should map names of this folder to sha256 and bytes")
     return dict(files)
+
+
+def record_files(folder: Path) -> None:
+    """Write checksums.json: size and sha256 of every other file of the folder, all of them read."""
+    files = {
+        file.name: {"sha256": file_digest(file), "bytes": file.stat().st_size}
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.name != CHECKSUMS_FILE
+    }
+    content = json.dumps({"files": files}, indent=2, sort_keys=True, ensure_ascii=False)
+    (folder / CHECKSUMS_FILE).write_text(content + "\n", "utf-8")
 
 
 def _is_file_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writing the large model's folder: configuration, tokenizer, one shard per layer, and an index.
+"""Writing the large model's folder: configuration, tokenizer, a shard a layer, index, checksums.
 
 Never holds more than one layer. The folder appears under its name only when it is whole.
 """
@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specmesh.engine.families import ModelSpec, read_json, spec_from_config
-from specmesh.engine.weights import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, expected_shapes
+from specmesh.engine.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Checkpoint,
+    expected_shapes,
+    record_files,
+)
 from specmesh.errors import ConfigError
 from specmesh.inflate.layers import LayerInflator
 from specmesh.inflate.layout import Shape, make_layout
@@ -134,6 +141,9 @@ def inflate(
             _write_json(into / ABOUT_FILE, about)
             _copy_companions(source, embedding_from, into)
             _write_shards(into, _shards(inflator, large, small), report)
+            if report is not None:
+                report("recording checksums")
+            record_files(into)
     count = sum(torch.Size(of).numel() for _, of in expected_shapes(large))
     step = total if options.tied else total - sizes[EMBEDDING]
     return Inflation(folder, count, total, step, options.tied, time.monotonic() - began)

@@ -14,8 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specmesh.engine import weight_check
 from specmesh.engine.decoder import Decoder, load_decoder
-from specmesh.engine.weights import EMBEDDING, HEAD, Checkpoint, weight_files
+from specmesh.engine.weights import (
+    CHECKSUMS_FILE,
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    fingerprint,
+    recorded_files,
+    weight_files,
+)
 from specmesh.errors import ConfigError
 from specmesh.inflate import PRESETS, InflateOptions, Shape, inflate, layout, requested_shape
 from specmesh.inflate.__main__ import main
@@ -98,6 +107,21 @@ def test_transformers_reads_the_folder_alike(tmp_path: Path, family: str) -> Non
     torch.testing.assert_close(
         reference_logits(read.eval(), TOKENS), reference_logits(model, TOKENS), **TOLERANCE
     )
+
+
+def test_the_folder_is_sealed(tmp_path: Path) -> None:
+    """Its checksums.json records every file as `weight_check` wants it: a byte that changes later
+    is noticed there and when a service reads the folder."""
+    _, large = inflated(tmp_path, "llama", {}, LARGER)
+    weight_check.check(large)
+    assert set(recorded_files(large)) == {file.name for file in large.iterdir()} - {CHECKSUMS_FILE}
+    shard = weight_files(large)[1]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    for read in (weight_check.check, fingerprint):
+        with pytest.raises(ConfigError, match=shard.name):
+            read(large)
 
 
 def test_tied_embedding_serves_as_head(tmp_path: Path) -> None:
