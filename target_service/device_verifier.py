@@ -289,15 +289,12 @@ class DeviceVerifier:
         ledger.extend(tokens)
         if count > 1:
             ledger.wrote(ledger.confirmed_len - 1)  # all but the last were fed in this chain
-        flags, max_probs = step.drawn_is_argmax[slot][:count], step.drawn_max_probs[slot][:count]
-
-        def make() -> target_pb2.Verdict:
-            emitted = map(_emitted, flags, max_probs)
-            return target_pb2.Verdict(
-                tokens=tokens, closing=target_pb2.CLOSING_BONUS, emitted=emitted
-            )
-
-        return answer(task, num_passes, tokens[-1], make)
+        verdict = target_pb2.Verdict(
+            tokens=tokens,
+            closing=target_pb2.CLOSING_BONUS,
+            emitted=map(_emitted, step.drawn_is_argmax[slot], step.drawn_max_probs[slot][:count]),
+        )
+        return answer(task, num_passes, tokens[-1], verdict)
 
     def _commit_round(self, task: Task, slot: int, step: DecidedStep) -> target_pb2.Verdict | Part:
         """A round with candidates: one pass."""
@@ -330,7 +327,7 @@ class DeviceVerifier:
         ledger.extend(tokens)
         task.fed.clear()
         task.num_rows = 1
-        return answer(task, 1, tokens[-1], lambda: verdict)
+        return answer(task, 1, tokens[-1], verdict)
 
 
 def decided_step(outputs: HostArrays) -> DecidedStep:

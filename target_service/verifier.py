@@ -230,7 +230,7 @@ class Verifier:
         task.num_rows = 1
         verdict.tokens.extend(decision.tokens)
         verifying.verdict = target_pb2.Verdict()
-        return answer(task, 1, decision.tokens[-1], lambda: verdict)
+        return answer(task, 1, decision.tokens[-1], verdict)
 
     def _has_fault(self, logits: Tensor) -> bool:
         """Whether rows that nobody judged hold NaN or +inf: so may the K/V of their tokens."""
@@ -329,28 +329,21 @@ class Verifier:
         return attributes
 
 
-def answer(
-    task: Task, num_steps: int, last_token: int, make: Callable[[], Verdict]
-) -> Verdict | Part:
+def answer(task: Task, num_steps: int, last_token: int, verdict: Verdict) -> Verdict | Part:
     """What a command is answered after num_steps more of its steps; last_token ended them.
 
-    make: the verdict but for its place among the parts. Whether it ends the command is told by
-    the message alone, never by when it comes.
+    verdict: all but its place among the parts, which it is given here. Whether it ends the command
+    is told by the message alone, never by when it comes.
     """
     verifying: Verifying = task.role_state
-    offset = verifying.steps_done
+    verdict.offset = verifying.steps_done
     verifying.steps_done += num_steps
-    is_last = verifying.steps_done >= verifying.num_steps
-    goes_on = not is_last and last_token not in task.session.shaper.stop_ids
-    if goes_on:
-        _reserve_ahead(task, verifying.num_steps - verifying.steps_done)
-
-    def placed() -> Verdict:
-        verdict = make()
-        verdict.offset, verdict.more = offset, goes_on
+    steps_left = verifying.num_steps - verifying.steps_done
+    verdict.more = steps_left > 0 and last_token not in task.session.shaper.stop_ids
+    if not verdict.more:
         return verdict
-
-    return placed() if is_last else Part(placed, goes_on)
+    _reserve_ahead(task, steps_left)
+    return Part(verdict)
 
 
 def _reserve_ahead(task: Task, steps_left: int) -> None:

@@ -7,7 +7,7 @@ sessions' rules or links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,40 +17,45 @@ from specmesh.engine.scheduler import Spent
 from specmesh.ledger import Boundaries
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """One result of a command. make: gives the role's message; called once, before it is sent."""
+    """One result of a command: its message (DraftResult or TargetResult), and what that says."""
 
     wire: Wire
-    command: Any
     before: Boundaries
     after: Boundaries
     spent: Spent
-    make: Callable[[], Any]
-    _result: Any = None
+    result: Any
 
-    def result(self) -> Any:
-        """The message: a DraftResult or TargetResult."""
-        if self._result is None:
-            command, spent = self.command, self.spent
-            self._result = self.wire.result_type(
-                session_id=command.session_id,
-                epoch=command.epoch,
-                round=command.round,
-                before=boundaries_message(self.before),
-                after=boundaries_message(self.after),
-                timing=session_pb2.StepTiming(
-                    queue_us=spent.queue_ns // 1000,
-                    forward_us=spent.forward_ns // 1000,
-                    total_us=spent.total_ns // 1000,
-                    batch_size=spent.batch_size,
-                    batch_rows=spent.batch_rows,
-                    cached_tokens=spent.cached_tokens,
-                    num_steps=spent.num_steps,
-                ),
-                **{self.wire.answer: self.make()},
-            )
-        return self._result
+    @classmethod
+    def to(
+        cls,
+        command: Any,
+        wire: Wire,
+        before: Boundaries,
+        after: Boundaries,
+        spent: Spent,
+        body: Any,
+    ) -> Answer:
+        """Answer a command with the role's message."""
+        result = wire.result_type(
+            session_id=command.session_id,
+            epoch=command.epoch,
+            round=command.round,
+            before=boundaries_message(before),
+            after=boundaries_message(after),
+            timing=session_pb2.StepTiming(
+                queue_us=spent.queue_ns // 1000,
+                forward_us=spent.forward_ns // 1000,
+                total_us=spent.total_ns // 1000,
+                batch_size=spent.batch_size,
+                batch_rows=spent.batch_rows,
+                cached_tokens=spent.cached_tokens,
+                num_steps=spent.num_steps,
+            ),
+            **{wire.answer: body},
+        )
+        return cls(wire, before, after, spent, result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,12 @@ class Answered:
         """The answer to a repeat: the last one, with what the ones before it said."""
         last = self.answers[-1]
         if len(self.answers) == 1:
-            return last.result()
+            return last.result
         wire = last.wire
         assert wire.join is not None, f"{wire.kind} is answered at once"
         whole = wire.result_type()
-        whole.CopyFrom(last.result())
-        bodies = [getattr(answer.result(), wire.answer) for answer in self.answers]
+        whole.CopyFrom(last.result)
+        bodies = [getattr(answer.result, wire.answer) for answer in self.answers]
         getattr(whole, wire.answer).CopyFrom(wire.join(bodies))
         return whole
 

@@ -264,25 +264,25 @@ class CommandDesk:
     def commit(self, task: Task, outcome: Any) -> None:
         """Take a role's answer or Part: publish full pages, answer, go on or start what waits."""
         session, request = task.session, task.request
-        part = outcome if isinstance(outcome, Part) else None
+        goes_on = isinstance(outcome, Part)
         self._scheduler.publish(session)
         session.ledger.check()
         now = self._observers.clock_ns()
-        answer = Answer(
-            self._role.wire,
+        answer = Answer.to(
             request.command,
+            self._role.wire,
             task.before,
             session.ledger.boundaries,
             task.take_spent(now),
-            part.make if part is not None else lambda: outcome,
+            outcome.body if goes_on else outcome,
         )
         task.answers.append(answer)
-        self._outbound[request.link].append(answer.result())
+        self._outbound[request.link].append(answer.result)
         if task.before.kv_len == 0:  # a prefill: what was found, what had to be computed
             metrics = self._observers.metrics
             metrics.cached_tokens.inc(answer.spent.cached_tokens)
             metrics.computed_tokens.inc(task.base_len - answer.spent.cached_tokens)
-        if part is not None and part.goes_on:
+        if goes_on:
             task.confirm()
             self._scheduler.add(task)
         else:

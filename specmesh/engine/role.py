@@ -41,13 +41,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An outcome after which the command may go on.
+    """An answer's message after which the command stays at work; any other message ends it."""
 
-    make: gives the answer's message. goes_on: the command stays at work, else this ends it.
-    """
-
-    make: Callable[[], Any]
-    goes_on: bool
+    body: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,9 +219,7 @@ class CheckedExecutor(StepExecutor):
                 for task, start in zip(going, starts, strict=True)
             ]
             last = self._pass(Step(segments))
-        finished = [
-            Finished(task, 0, 0, (_chained(task, each, length),)) for task, each in told.items()
-        ]
+        finished = [Finished(task, 0, 0, (_chained(each),)) for task, each in told.items()]
         return replace(outcome, finished=finished, end_ns=last.end_ns)
 
 
@@ -231,18 +229,15 @@ def _decodes_plainly(task: Task) -> bool:
 
 
 def _goes_on(decided: Sequence[Any], index: int) -> bool:
-    return len(decided) == index + 1 and isinstance(decided[-1], Part) and decided[-1].goes_on
+    return len(decided) == index + 1 and isinstance(decided[-1], Part)
 
 
-def _chained(task: Task, decided: Sequence[Any], length: int) -> Any:
-    """The outcome of a chain: an error undoes all of it. When it is told depends on its length."""
+def _chained(decided: Sequence[Any]) -> Any:
+    """The outcome of a chain: an error undoes all of it."""
     last = decided[-1]
     if isinstance(last, SpecmeshError):
         return last
-    verdicts = [each.make() if isinstance(each, Part) else each for each in decided]
+    verdicts = [each.body if isinstance(each, Part) else each for each in decided]
     whole = joined(verdicts)
     whole.offset, whole.more = verdicts[0].offset, verdicts[-1].more
-    if whole.offset + length >= task.role_state.num_steps:
-        return whole
-    assert isinstance(last, Part)
-    return Part(lambda: whole, last.goes_on)
+    return Part(whole) if whole.more else whole

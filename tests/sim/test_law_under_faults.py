@@ -116,9 +116,9 @@ def test_a_stop_that_is_told_before_other_tokens_is_found(monkeypatch: pytest.Mo
     """A target that answers when its steps are taken or a stop token ends them: sequences without
     one are drawn again after a crash, with other noise."""
 
-    def late(task: Any, num_steps: int, last_token: int, make: Any) -> Any:
-        outcome = answer(task, num_steps, last_token, make)
-        told = outcome.make() if isinstance(outcome, Part) else outcome
+    def late(task: Any, num_steps: int, last_token: int, verdict: Any) -> Any:
+        outcome = answer(task, num_steps, last_token, verdict)
+        told = outcome.body if isinstance(outcome, Part) else outcome
         held.setdefault(task, []).append(told)
         if told.more:
             return None

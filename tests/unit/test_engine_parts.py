@@ -318,17 +318,16 @@ class Chained:
         return self.task.session.ledger.tokens[len(PROMPT) :]
 
 
-def test_a_chain_is_a_part_and_its_message_is_made_later() -> None:
-    """Tokens are confirmed at once; the message is made when the buffers hold other things."""
+def test_a_chain_is_a_part_until_the_steps_are_taken() -> None:
+    """Tokens are confirmed at once; a message holds copies, for its buffers are filled anew."""
     chained = Chained(steps=9)
     part = chained.commit([2, 3, 5, 7])
     assert isinstance(part, Part)
-    assert part.goes_on
     assert chained.told == [2, 3, 5, 7]
     assert chained.task.num_remaining == 1
     last = chained.commit([1, 1, 1, 1, 4])
     assert isinstance(last, target_pb2.Verdict)
-    verdict = part.make()
+    verdict = part.body
     assert list(verdict.tokens) == [2, 3, 5, 7]
     assert (verdict.offset, verdict.more, last.offset, last.more) == (0, True, 4, False)
     assert [each.is_argmax for each in verdict.emitted] == [False, True, True, True]
@@ -338,17 +337,22 @@ def test_a_chain_is_a_part_and_its_message_is_made_later() -> None:
 def test_a_stop_in_a_chain_ends_the_command_there() -> None:
     """What a chain drew past a stop id is nobody's, faults there included."""
     chained = Chained(steps=9, stop_ids=[5, 7])
-    part = chained.commit([2, 5, 7, 1], [0, 0, 1, 1])
-    assert isinstance(part, Part)
-    assert not part.goes_on
-    assert chained.told == list(part.make().tokens) == [2, 5]
+    last = chained.commit([2, 5, 7, 1], [0, 0, 1, 1])
+    assert isinstance(last, target_pb2.Verdict)
+    assert not last.more
+    assert chained.told == list(last.tokens) == [2, 5]
 
 
-def test_a_stop_where_the_steps_end_is_told_as_their_end() -> None:
-    """That the steps are taken is told by the steps, never by the tokens."""
-    for tokens in ([2, 5, 1, 1], [2, 3, 4, 1]):
-        assert isinstance(Chained(steps=4, stop_ids=[5]).commit(tokens), target_pb2.Verdict)
-        assert isinstance(Chained(steps=5, stop_ids=[5]).commit(tokens), Part)
+def test_a_command_ends_where_its_steps_or_a_stop_end_it() -> None:
+    """Whichever comes first; a stop that is its last step as well ends it no other way."""
+    for steps, tokens, ends in (
+        (4, [2, 3, 4, 1], True),
+        (4, [2, 3, 4, 5], True),
+        (5, [2, 5, 1, 1], True),
+        (5, [2, 3, 4, 1], False),
+    ):
+        outcome = Chained(steps=steps, stop_ids=[5]).commit(tokens)
+        assert isinstance(outcome, target_pb2.Verdict if ends else Part), (steps, tokens)
 
 
 def test_a_long_command_has_pages_for_its_next_chain_only(monkeypatch: pytest.MonkeyPatch) -> None:
