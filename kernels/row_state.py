@@ -68,6 +68,42 @@ def reciprocal(x):
 
 
 @triton.jit
+def log2_near(x):
+    """log2 of x in the normal range, within 2^-22 of itself or of 1."""
+    if INTERPRETING:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def widened(scores):
+    """Scores as float32; two bfloat16 that share a register take an instruction each."""
+    if scores.dtype == tl.bfloat16 and not INTERPRETING:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [scores],
+            dtype=tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = scores.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def larger_of(a, b):
+    """The larger scores, in their own type; NaN loses to a number."""
+    if a.dtype == tl.bfloat16 and not INTERPRETING:
+        larger = tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        larger = tl.maximum(a, b)
+    return larger
+
+
+@triton.jit
 def read_scores(row, ids, stride, vocab_size):
     """Scores of ids in their own type; -inf past the vocabulary."""
     return tl.load(row + ids.to(tl.int64) * stride, ids < vocab_size, other=float("-inf"))
@@ -118,7 +154,8 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _add_pairs(values, SIZE: tl.constexpr):
+def add_pairs(values, SIZE: tl.constexpr):
+    """Sums of neighbours: [SIZE] float32 to [SIZE // 2]."""
     even, odd = tl.split(tl.reshape(values, [SIZE // 2, 2]))
     return even + odd
 
@@ -126,9 +163,9 @@ def _add_pairs(values, SIZE: tl.constexpr):
 @triton.jit
 def exact_mass(weights, SIZE: tl.constexpr):
     """Mass of non-negative float32 weights up to about 1, int64; negative if one is NaN or inf."""
-    sums = _add_pairs(weights, SIZE)
-    sums = _add_pairs(sums, SIZE // 2)
-    sums = _add_pairs(sums, SIZE // 4)
+    sums = add_pairs(weights, SIZE)
+    sums = add_pairs(sums, SIZE // 2)
+    sums = add_pairs(sums, SIZE // 4)
     sound = sums < float("inf")  # false for NaN
     return tl.sum(tl.where(sound, (tl.where(sound, sums, 0.0) * MASS_UNIT).to(tl.int64), BAD), 0)
 

@@ -1,10 +1,11 @@
 """Speculative sampling on the device: `draw` for the draft side, `accept` for the target side.
 
 Owns the public functions, what each argument means, and the ops `specmesh::draw` and
-`specmesh::accept` that torch.compile and CUDA graphs see. The kernels are in `kernels/accept.py`
-and `kernels/draw.py`; the specification is `kernels/reference.py` (`race`, `decide`,
-`decide_coupled`). Must not know requests, services or how rows were made. Nothing here reads a
-device value on the host: all that varies lies in device tensors, and grids depend on shapes alone.
+`specmesh::accept` that torch.compile and CUDA graphs see. The kernels are in `kernels/judging.py`,
+`kernels/accept.py` and `kernels/draw.py`; the specification is `kernels/reference.py` (`race`,
+`decide`, `decide_coupled`). Must not know requests, services or how rows were made. Nothing here
+reads a device value on the host: all that varies lies in device tensors, and grids depend on shapes
+alone.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.accept import _close_kernel, _judge_kernel
+from kernels.accept import _close_kernel
 from kernels.configs.sampling import Launch, close_launch, judge_launch
 from kernels.draw import _draw_kernel
+from kernels.judging import _judge_kernel
 from kernels.row_state import LEAF, RACE_ROWS, TILE
 
 
@@ -39,7 +41,7 @@ class Status(IntEnum):
 
 
 class DraftKind(IntEnum):
-    """What `DraftRows.rows` holds. Values are those of `kernels/accept.py`."""
+    """What `DraftRows.rows` holds. Values are those of `kernels/closing_race.py`."""
 
     LOGITS = 1
     WEIGHTS = 2
@@ -150,6 +152,9 @@ def accept(
     DRAFT_FAULT. Raises ValueError on shapes, strides or kinds that do not fit.
     """
     _require_round(round_)
+    num_rows = round_.candidates.shape[0] * (round_.candidates.shape[1] + 1)
+    if round_.first_rows is None and logits.shape[0] < num_rows:  # all are read ahead, used or not
+        raise ValueError(f"the round needs {num_rows} rows of logits, there are {logits.shape[0]}")
     if draft is None:
         kind, draft = 0, DraftRows(DraftKind.LOGITS, logits.new_empty(0, 0, 0))
     else:
@@ -234,7 +239,7 @@ def _launch_accept(
     strides = (*logits.stride(), *draft.stride(), *ids_strides)
     num_sparse = draft.shape[-1] if sparse else 0
     sparse_pad = max(32, triton.next_power_of_2(num_sparse))
-    judge, close = judge_launch(logits.device), close_launch(logits.device)
+    judge, close = judge_launch(logits.device), close_launch(logits.device, sparse)
     rows = (
         logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
         thresholds,
@@ -244,20 +249,22 @@ def _launch_accept(
         *rows, *drafts, *partials, leaf_weights, leaves_done, *strides,
         vocab_size, num_leaves, num_sparse, num_slots, num_parts,
         BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
-        EARLY=close.early, num_warps=judge.num_warps, maxnreg=judge.max_registers,
+        EARLY=close.early, num_warps=judge.num_warps,
+        maxnreg=judge.sum_cap(logits.element_size()),
     )  # fmt: skip
-    num_tiles = triton.cdiv(vocab_size, close.rows * close.run)
+    num_tiles = triton.cdiv(vocab_size, close.size)
     per_program = close.tiles_a_program(batch * num_tiles)
     num_groups = triton.cdiv(num_tiles, per_program)
+    leftovers = logits.new_empty(batch, num_groups, dtype=torch.float32)
     _close_kernel[(batch * num_groups,)](
         *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
-        leaves_done, arrivals, best_rates, *outputs, *strides,
-        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_tiles, num_groups,
-        num_parts,
+        leaves_done, arrivals, best_rates, leftovers, *outputs, *strides,
+        vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_parts, num_groups,
         BUCKET=bucket, BUCKET_PAD=max(2, triton.next_power_of_2(bucket + 1)),
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
-        ROWS=close.rows, RUN=close.run, TILES_PER_PROGRAM=per_program,
+        GROUPS_PAD=max(2, triton.next_power_of_2(num_groups)), RUN=close.run,
+        TILES=per_program * (close.rows // 4), STAGES=close.stages, WARPS=close.num_warps,
         num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
     return (*outputs, *partials[:2])

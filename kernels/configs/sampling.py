@@ -17,9 +17,11 @@ from kernels.configs import architecture
 class Launch:
     """num_warps, and for the closing draw: rows runs of ids a tile, per_program tiles in turn.
 
-    min_programs: programs take fewer tiles each rather than be fewer than this and leave
-    multiprocessors idle. max_registers: a cap a thread, so that more warps fit; None leaves it to
-    the compiler. early: the closing draw starts while rows are still being judged (from sm_90 on).
+    rows: a multiple of four, as four runs are bounded at a time. min_programs: programs take fewer
+    tiles each rather than be fewer than this and leave multiprocessors idle. stages: four runs of a
+    program copied ahead, itself among them. max_registers: a cap a thread, so that more warps fit;
+    None leaves it to the compiler. sum_registers: see `sum_cap`. early: the closing draw starts
+    while rows are still being judged (from sm_90 on).
 
     Few warps a program: one needs no barrier, and a reduction is a few shuffles.
     """
@@ -29,12 +31,32 @@ class Launch:
     per_program: int = 1
     min_programs: int = 0
     max_registers: int | None = None
+    sum_registers: int | None = None
+    stages: int = 1
     early: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows < 4 or self.rows % 4:
+            raise ValueError(f"rows {self.rows} is not a multiple of four")
 
     @property
     def run(self) -> int:
         """Ids raced side by side: four a thread, so that each uses its own random words."""
         return 128 * self.num_warps
+
+    @property
+    def size(self) -> int:
+        """Ids of a tile."""
+        return self.rows * self.run
+
+    def sum_cap(self, score_bytes: int) -> int | None:
+        """Registers a thread where leaves are mostly summed, not raced.
+
+        sum_registers for scores of two bytes, half as many again where they take four.
+        """
+        if self.sum_registers is None or score_bytes <= 2:
+            return self.sum_registers
+        return self.sum_registers * 3 // 2
 
     def tiles_a_program(self, num_tiles: int) -> int:
         """Tiles that one program of the closing draw takes in turn, of num_tiles in the batch.
@@ -56,13 +78,17 @@ class Search:
     num_warps: int
 
 
-_JUDGE = {"sm_90": Launch(1, max_registers=96), "cpu": Launch(16)}
+_JUDGE = {"sm_90": Launch(1, max_registers=96, sum_registers=80), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
 _CLOSE = {
-    "sm_90": Launch(1, rows=4, per_program=8, min_programs=512, early=True),
-    "cpu": Launch(16, rows=4),
+    "sm_90": Launch(1, per_program=8, min_programs=512, max_registers=96, stages=4, early=True),
+    "cpu": Launch(16),
 }
-_CLOSE_FALLBACK = Launch(1, rows=4, per_program=8)
+_CLOSE_FALLBACK = Launch(1, per_program=8)
+# Over sparse draft rows, whose judging is short: more and lighter programs.
+_CLOSE_SPARSE = {
+    "sm_90": Launch(1, per_program=4, min_programs=512, max_registers=64, stages=4, early=True),
+}
 _SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)
 _DRAFT = {"sm_90": Launch(8), "cpu": Launch(16)}
@@ -74,9 +100,10 @@ def judge_launch(device: torch.device) -> Launch:
     return _JUDGE.get(architecture(device), _JUDGE_FALLBACK)
 
 
-def close_launch(device: torch.device) -> Launch:
-    """Launch of the closing draw."""
-    return _CLOSE.get(architecture(device), _CLOSE_FALLBACK)
+def close_launch(device: torch.device, sparse: bool = False) -> Launch:
+    """Launch of the closing draw; sparse: over the ids of sparse draft rows."""
+    launch = _CLOSE_SPARSE.get(architecture(device)) if sparse else None
+    return launch or _CLOSE.get(architecture(device), _CLOSE_FALLBACK)
 
 
 def threshold_launch(device: torch.device) -> Search:

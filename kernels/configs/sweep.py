@@ -45,6 +45,10 @@ def _close(launch: Launch) -> Callable[[], None]:
     return lambda: sampling._CLOSE.__setitem__(ARCHITECTURE, launch)
 
 
+def _close_sparse(launch: Launch) -> Callable[[], None]:
+    return lambda: sampling._CLOSE_SPARSE.__setitem__(ARCHITECTURE, launch)
+
+
 def _search(search: Search) -> Callable[[], None]:
     return lambda: sampling._SEARCH.__setitem__(ARCHITECTURE, search)
 
@@ -69,17 +73,21 @@ def trials() -> list[Trial]:
     """Every candidate, in the order they are timed; each starts from the checked-in tables."""
     found: list[Trial] = []
     found += [Trial("S64", f"judge {warps} warps", _judge(Launch(warps))) for warps in (1, 2, 4)]
-    for warps, rows, per_program in (
-        (1, 4, 8), (1, 4, 16), (1, 2, 16), (1, 2, 32), (2, 2, 8), (2, 4, 8), (4, 4, 2), (4, 4, 4),
+    for warps, per_program, registers in (
+        (1, 4, 64), (1, 4, 80), (1, 8, 80), (1, 8, 96), (1, 16, 96), (2, 4, 96), (4, 2, 96),
     ):  # fmt: skip
-        launch = Launch(warps, rows, per_program, early=True)
+        launch = Launch(
+            warps, per_program=per_program, max_registers=registers, stages=4, early=True
+        )
         found.append(Trial("S64", f"close {launch}", _close(launch)))
-        found.append(Trial("S64-sparse", f"close {launch}", _close(launch)))
+        found.append(Trial("S64-sparse", f"close {launch}", _close_sparse(launch)))
     for warps in (1, 2, 4):
         found.append(Trial("accept1-sparse", f"judge {warps} warps", _judge(Launch(warps))))
     for programs in (0, 128, 256, 512):
-        launch = Launch(1, rows=4, per_program=8, min_programs=programs, early=True)
-        found.append(Trial("accept1-sparse", f"close {launch}", _close(launch)))
+        launch = Launch(
+            1, per_program=4, min_programs=programs, max_registers=64, stages=4, early=True
+        )
+        found.append(Trial("accept1-sparse", f"close {launch}", _close_sparse(launch)))
     for warps in (4, 8, 16):
         for case in ("draft1", "draft1-128k", "draft64-128k", "redraw1", "round1"):
             found.append(Trial(case, f"draft {warps} warps", _draft(Launch(warps))))
@@ -145,8 +153,8 @@ def _cases() -> dict[str, bench.Case]:
 
 def _tables() -> list[dict[Any, Any]]:
     return [
-        sampling._JUDGE, sampling._CLOSE, sampling._SEARCH, layers._LINEAR, layers._ROPE,
-        layers._NORM_VALUES,
+        sampling._JUDGE, sampling._CLOSE, sampling._CLOSE_SPARSE, sampling._SEARCH, layers._LINEAR,
+        layers._ROPE, layers._NORM_VALUES,
     ]  # fmt: skip
 
 

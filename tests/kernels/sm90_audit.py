@@ -59,6 +59,7 @@ class Report:
     slow_conversions: int  # between floats, one value an instruction
     stack_bytes: int
     spills_in_loops: int  # local-memory accesses in innermost loops around tensor-core products
+    spills_in_any_loop: int  # the same in every innermost loop
     registers: int
     shared_bytes: int
 
@@ -148,7 +149,8 @@ def _read(cubin: bytes, shared_bytes: int) -> Report:
         async_copies=code.count("LDGSTS") + code.count("UTMALDG"),
         slow_conversions=code.count("F2F."),
         stack_bytes=int(fields["STACK"]),
-        spills_in_loops=_spills_in_loops(code),
+        spills_in_loops=_spills_in_loops(code, around=("HGMMA", "HMMA")),
+        spills_in_any_loop=_spills_in_loops(code, around=("",)),
         registers=int(fields["REG"]),
         shared_bytes=shared_bytes,
     )
@@ -157,8 +159,8 @@ def _read(cubin: bytes, shared_bytes: int) -> Report:
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d\s+)?([A-Z0-9.]+)([^;]*)")
 
 
-def _spills_in_loops(code: str) -> int:
-    """Local loads and stores inside innermost loops that hold HGMMA or HMMA instructions.
+def _spills_in_loops(code: str, around: tuple[str, ...]) -> int:
+    """Local loads and stores inside innermost loops that hold instructions with such beginnings.
 
     A loop is a predicated backward branch; waits on barriers jump back without a predicate.
     """
@@ -167,13 +169,13 @@ def _spills_in_loops(code: str) -> int:
         for match in map(_INSTRUCTION.match, code.splitlines())
         if match
     ]
-    products = [at for at, _, name, _ in instructions if name.startswith(("HGMMA", "HMMA"))]
+    wanted = [at for at, _, name, _ in instructions if name.startswith(around)]
     loops = []
     for at, predicate, name, operands in instructions:
         target = re.search(r"0x([0-9a-f]+)", operands)
         if name == "BRA" and predicate and target and int(target[1], 16) < at:
             first = int(target[1], 16)
-            if any(first <= product <= at for product in products):
+            if any(first <= place <= at for place in wanted):
                 loops.append((first, at))
     innermost = [
         own

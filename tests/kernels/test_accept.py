@@ -140,7 +140,7 @@ def test_outcome_does_not_depend_on_the_launch(
     rows = logits_draft(draft, round_)
     expected = run(target, round_, rows, vocab_size)
     monkeypatch.setattr(sampling, "judge_launch", lambda _: judge)
-    monkeypatch.setattr(sampling, "close_launch", lambda _: close)
+    monkeypatch.setattr(sampling, "close_launch", lambda *_: close)
     assert_same(run(target, round_, rows, vocab_size), expected)
 
 

@@ -49,20 +49,25 @@ def test_one_byte_weights_become_bfloat16_by_the_fast_way(reports: list[dict[str
         assert report["slow_conversions"] == 0, report
 
 
+# Capped so that more of their warps fit a multiprocessor: they may put that many bytes aside, but
+# only where no innermost loop runs (a tile of a coupled row; the end of a session's race).
+MAY_SPILL = {"judge": 8, "close-sparse": 32}
+
+
 def test_no_kernel_spills(reports: list[dict[str, Any]]) -> None:
-    """No local memory."""
+    """No local memory in any innermost loop, and none at all but where a cap is worth it."""
     for name in NAMES:
         assert any(report["name"].startswith(name) for report in reports), name
     for report in reports:
-        assert report["spills_in_loops"] == 0, report
-        assert report["stack_bytes"] == 0, report
+        assert report["spills_in_any_loop"] == 0, report
+        allowed = [MAY_SPILL[name] for name in MAY_SPILL if report["name"].startswith(name)]
+        assert report["stack_bytes"] <= max(allowed, default=0), report
 
 
 def test_every_kernel_fits_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
     """Shared memory stays within the 227 KiB a thread block may take; rows are streamed by at
-    least sixteen warps a multiprocessor, twelve where a warp holds the ids of a wide sparse row."""
+    least sixteen warps a multiprocessor."""
     for report in reports:
         assert report["shared_bytes"] <= 227 * 1024, report
         if report["name"].startswith(("judge", "close", "groups")):
-            limit = 168 if report["name"].startswith("close-sparse-1024") else 128
-            assert report["registers"] <= limit, report
+            assert report["registers"] <= 128, report
