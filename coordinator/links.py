@@ -28,6 +28,7 @@ from protos.specmesh.v1 import (
 )
 from specmesh.config import LinkSettings
 from specmesh.errors import ModelMismatch, NotReady, SpecmeshError
+from specmesh.event_loop import StayAwake, awake_s
 from specmesh.rpc import LINK_GROUP_KEY, RpcLimits, create_channel, error_from_rpc
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ class ReplicaLink:
         self._stub = self._service.stub(self._channel)
         self._streams: list[_Stream] = []
         self._task: asyncio.Task[None] | None = None
+        self._awake: StayAwake | None = None  # while the replica's answers deserve it
 
     @property
     def takes_sessions(self) -> bool:
@@ -203,6 +205,8 @@ class ReplicaLink:
             return False
         stream = self._streams[-1] if rows else self._streams[0]
         if stream.put(command):
+            if self._awake is not None:
+                self._awake.touch()
             return True
         if self.side is Side.TARGET:
             logger.warning("link closed: its queue is full", extra={"replica": self.address})
@@ -282,6 +286,9 @@ class ReplicaLink:
         info = await self._get_info()
         self._owner.check(self, info)
         self.info, self.mismatch = info, None
+        on_gpu = info.device.startswith("cuda")
+        seconds = awake_s(self._settings.busy_poll_ms, on_gpu=on_gpu)
+        self._awake = StayAwake(asyncio.get_running_loop(), seconds) if seconds else None
         metadata = ((LINK_GROUP_KEY, self._group),)
         calls = [self._stub.Link(metadata=metadata) for _ in range(self._service.num_streams)]
         max_queued = self._settings.max_queued_commands
@@ -330,6 +337,8 @@ class ReplicaLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _receive(self, frame: Any) -> None:
+        if self._awake is not None and frame.results:
+            self._awake.touch()
         if frame.HasField("load"):
             self.load = frame.load
         for result in frame.results:

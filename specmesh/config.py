@@ -143,6 +143,10 @@ class EngineSettings(_Section):
     session_idle_s: float = Field(default=60.0, gt=0)
     # Threads on the CPU; None leaves torch's choice, or takes one where a GPU computes.
     num_threads: int | None = Field(default=None, ge=1)
+    # How long after its last work the service polls for the next instead of sleeping; the engine
+    # then runs on the event loop. Costs a core while sessions are active. 0: never. None: 20 where
+    # a GPU computes and the process has four processors or more, else 0.
+    busy_poll_ms: float | None = Field(default=None, ge=0, le=1000)
 
 
 class _ServiceSettings(BaseSettings):
@@ -253,6 +257,10 @@ class LinkSettings(_Section):
     reconnect_initial_s: float = Field(default=0.1, gt=0)
     reconnect_max_s: float = Field(default=2.0, gt=0)
     max_queued_commands: int = Field(default=1024, ge=1)
+    # How long after a message to or from a replica the coordinator polls for the next instead of
+    # sleeping. 0: never. None: 20 where the replica computes on a GPU and the process has four
+    # processors or more, else 0.
+    busy_poll_ms: float | None = Field(default=None, ge=0, le=1000)
     # Targets: next choice of the hash when the first holds this many times the mean load.
     load_cap: float = Field(default=1.25, ge=1)
 

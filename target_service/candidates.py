@@ -89,7 +89,7 @@ def _decode_each(
 class RedrawCheck:
     """Draws candidates again from the rows they came with: always sparse rows, some dense ones.
 
-    Not thread-safe: the engine's worker thread owns it.
+    Not thread-safe: the engine's worker owns it.
     """
 
     def __init__(self, dense_ratio: float, on_mismatch: Callable[[], None] = lambda: None) -> None:

@@ -8,7 +8,7 @@ Owns page *ids* only. Must not know tensors, sessions or sequences: `kv_cache.py
     used       referenced by one or more block tables, published or not
 
 A published page holds confirmed tokens only and is immutable. Not thread-safe: the engine's one
-worker thread owns it.
+worker owns it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns what opening, closing and working commands do to sessions, and every answer about them:
 results, DEFERRED, errors, repeats. A command that fails changes nothing and fails its own session's
-command only. Must not know tensors, threads or streams. Runs on the engine's worker thread.
+command only. Must not know tensors, threads or streams. Runs on the engine's worker.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from specmesh.engine.run_ahead import Chain, RunAhead
 from specmesh.engine.scheduler import Segment, Step, Task
 from specmesh.engine.step_buffers import HostArrays
 from specmesh.engine.step_programs import StepProgram, StepShape
+from specmesh.engine.waits import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +89,15 @@ class ProgramExecutor:
         self.programs = ProgramSet(device.decoder, device.cache, side.sampler, rows)
         self._ahead: RunAhead | None = None
 
-    def run(
+    def perform(
         self,
         step: Step,
-        meanwhile: Callable[[], object] = lambda: None,
-        may_run_ahead: Callable[[], bool] = lambda: False,
-    ) -> StepOutcome:
+        meanwhile: Callable[[], object],
+        may_run_ahead: Callable[[], bool],
+    ) -> Waiting[StepOutcome]:
         """Perform the copies and the passes; K/V is written and the ledgers say so.
 
-        Blocks until the device is done. Raises whatever the device raises; ledgers are untouched
+        Returns when the device is done. Raises whatever the device raises; ledgers are untouched
         by the launch that failed and by those after it.
         """
         gathered = _Gathered(self._clock_ns(), len(step.segments))
@@ -107,12 +108,12 @@ class ProgramExecutor:
         if ahead is not None and own:
             taken = {id(segment) for _, segment in own}
             gathered.left += [s.task for s in step.segments if id(s) not in taken]
-            self._land(ahead, own, gathered, meanwhile, may_run_ahead)
+            yield from self._land(ahead, own, gathered, meanwhile, may_run_ahead)
         else:
             launches = self._launches(step.segments)
             for launch in launches:
                 may = may_run_ahead if len(launches) == 1 else None
-                self._launch(
+                yield from self._launch(
                     launch, step.num_holders, gathered, meanwhile, may, is_behind=ahead is not None
                 )
         width = self._device.decoder.spec.num_embeddings
@@ -127,7 +128,7 @@ class ProgramExecutor:
         may_run_ahead: Callable[[], bool] | None,
         *,
         is_behind: bool,
-    ) -> None:
+    ) -> Waiting[None]:
         """Run one program. may_run_ahead: None where others follow in the same step. is_behind: a
         chain that counts for nobody is still at work."""
         wanted = self._num_wanted(launch, num_holders)
@@ -137,7 +138,7 @@ class ProgramExecutor:
         if may_run_ahead is not None and launch.long is None and program.shape.can_repeat:
             chain = Chain.of(program, launch.short, self._page_size)
             follow = self._follow(chain, wanted, may_run_ahead)
-        outputs = self.programs.run(program, meanwhile, follow, is_behind=is_behind)
+        outputs = yield from self.programs.run(program, meanwhile, follow, is_behind=is_behind)
         slots = [*range(len(launch.short)), program.shape.num_seqs]
         self._take(
             program, list(zip(slots, launch.segments, wanted, strict=False)), num_rows, outputs,
@@ -151,7 +152,7 @@ class ProgramExecutor:
         gathered: _Gathered,
         meanwhile: Callable[[], object],
         may_run_ahead: Callable[[], bool],
-    ) -> None:
+    ) -> Waiting[None]:
         """Wait for a chain that runs already, and take it for those it counts for."""
         chain, program = ahead.chain, ahead.chain.program
         num_passes = program.shape.num_passes
@@ -159,7 +160,7 @@ class ProgramExecutor:
         follow = None
         if len(own) == len(chain.tasks) and not gathered.left:
             follow = self._follow(chain, [num_passes] * len(own), may_run_ahead)
-        outputs = program.wait(ahead.running, meanwhile, follow)
+        outputs = yield from program.wait(ahead.running, meanwhile, follow)
         taken = [(slot, segment, num_passes) for slot, segment in own]
         self._take(program, taken, len(chain.tasks), outputs, gathered)
 
@@ -214,9 +215,6 @@ class ProgramExecutor:
     def warm_up(self, lengths: Sequence[int]) -> None:
         """Capture the programs that serving starts with. `lengths` are the reference path's."""
         del lengths
-        on = self._device.decoder.device
-        if on.index is not None:
-            torch.cuda.set_device(on)  # Triton launches on the thread's own device
         self.programs.capture(start_shapes(self._side, self._buckets))
         cost = self.programs.cost
         logger.info(
@@ -227,6 +225,10 @@ class ProgramExecutor:
                 "buffer_bytes": cost.num_bytes,
             },
         )
+
+    def enter_thread(self) -> None:
+        """The calling thread will run steps from now on."""
+        self.programs.enter_thread()
 
     def use_idle(self) -> bool:
         """Capture one shape that ran uncaptured. False when none did."""

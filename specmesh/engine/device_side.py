@@ -23,7 +23,7 @@ from specmesh.engine.step_programs import Sampler, StepShape
 
 
 class DeviceSide(Protocol):
-    """A role's decisions on the device. Called on the engine's worker thread only.
+    """A role's decisions on the device. Called on the engine's worker only.
 
     max_query_len: most tokens of a segment that chains and rounds begin with; more are a chunk.
     """

@@ -1,7 +1,7 @@
 """One forward pass: from segments to tensors, through the decoder, to logits.
 
 Owns the layout of a packed batch and the device's timings. Must not know commands' meaning,
-sessions' rules or transports. Runs on the engine's worker thread.
+sessions' rules or transports. Runs on the engine's worker.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specmesh.engine.decoder import Decoder, StepBatch
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.role import Finished
 from specmesh.engine.scheduler import Segment, Step, Task
+from specmesh.engine.waits import Apart, Waiting
 
 MAX_SEQS = 64  # short segments of one captured step; a pass of more takes several
 MAX_SLOTS = MAX_SEQS + 1  # and one chunk of a prompt
@@ -52,13 +53,13 @@ class StepOutcome:
 class Executor(Protocol):
     """What runs the scheduler's steps."""
 
-    def run(
+    def perform(
         self,
         step: Step,
         meanwhile: Callable[[], object],
         may_run_ahead: Callable[[], bool],
-    ) -> StepOutcome:
-        """Perform the copies and the passes of a step; blocks until the device is done.
+    ) -> Waiting[StepOutcome]:
+        """Perform the copies and the passes of a step; returns when the device is done.
 
         meanwhile is called once or more: while a device works that is not this thread, or before
         a pass on this thread. may_run_ahead: asked shortly before the end, whether the device may
@@ -75,6 +76,10 @@ class Executor(Protocol):
         """Do what would slow the first requests down."""
         ...
 
+    def enter_thread(self) -> None:
+        """The calling thread will run steps from now on."""
+        ...
+
     def use_idle(self) -> bool:
         """Do some preparation while nothing waits. False when there is none to do."""
         ...
@@ -86,6 +91,16 @@ class StepExecutor:
     def __init__(self, device: Device, clock_ns: Callable[[], int]) -> None:
         self._device = device
         self._clock_ns = clock_ns
+
+    def perform(
+        self,
+        step: Step,
+        meanwhile: Callable[[], object],
+        may_run_ahead: Callable[[], bool],
+    ) -> Waiting[StepOutcome]:
+        """`run`, which takes a thread for as long as the pass takes."""
+        outcome: StepOutcome = yield Apart(lambda: self.run(step, meanwhile, may_run_ahead))
+        return outcome
 
     def run(
         self,
@@ -130,6 +145,9 @@ class StepExecutor:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages, so that a fault (NaN) in them is never read by their next owner."""
         self._device.cache.clear_pages(pages)
+
+    def enter_thread(self) -> None:
+        """Nothing belongs to a thread."""
 
     def use_idle(self) -> bool:
         """Nothing to prepare."""

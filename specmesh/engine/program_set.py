@@ -17,7 +17,8 @@ import torch
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.step_buffers import HostArrays
-from specmesh.engine.step_programs import Sampler, StepProgram, StepShape
+from specmesh.engine.step_programs import Running, Sampler, StepProgram, StepShape
+from specmesh.engine.waits import Apart, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +90,33 @@ class ProgramSet:
         before_end: Callable[[], object] | None = None,
         *,
         is_behind: bool = False,
-    ) -> HostArrays:
-        """Run a program; blocks until the device is done. See `StepProgram.launch` and `wait`."""
+    ) -> Waiting[HostArrays]:
+        """Run a program to its end. See `StepProgram.launch` and `wait`.
+
+        One that is not captured compiles, for seconds perhaps, what no other has compiled.
+        """
         if program.is_captured or not self._captures:
-            return program.wait(program.launch(is_behind=is_behind), meanwhile, before_end)
+            launched = program.launch(is_behind=is_behind)
+            return (yield from program.wait(launched, meanwhile, before_end))
         started = time.perf_counter()
-        outputs = program.wait(program.launch(), meanwhile)
+        launched = yield Apart(lambda: self._launch_uncaptured(program))
+        outputs = yield from program.wait(launched, meanwhile)
         spent_s = time.perf_counter() - started
         self._spent_s[program.shape] = self._spent_s.get(program.shape, 0.0) + spent_s
         return outputs
 
+    def enter_thread(self) -> None:
+        """Let the calling thread launch: Triton launches on the thread's own device."""
+        if self._captures and self._decoder.device.index is not None:
+            torch.cuda.set_device(self._decoder.device)
+
+    def _launch_uncaptured(self, program: StepProgram) -> Running:
+        self.enter_thread()
+        return program.launch()
+
     def capture(self, shapes: Iterable[StepShape]) -> None:
         """Make and, on a GPU, capture programs of these shapes, the largest first."""
+        self.enter_thread()
         for shape in sorted(shapes, key=lambda s: -s.num_rows * s.num_passes):
             program = self.programs.get(shape) or self._add(shape)
             if self._captures and not program.is_captured:

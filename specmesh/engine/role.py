@@ -75,7 +75,7 @@ def isolated(decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | S
 
 
 class Role(Protocol):
-    """One side of speculative decoding. Called on the engine's worker thread only."""
+    """One side of speculative decoding. Called on the engine's worker only."""
 
     wire: Wire
 

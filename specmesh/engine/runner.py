@@ -1,13 +1,15 @@
-"""The engine: one worker thread that owns a device, its sessions and everything they change.
+"""The engine: one worker that owns a device, its sessions and everything they change.
 
 Event loops hand frames in and get results back by callback; no lock is held over device work, and
-no device work runs on an event loop, so health checks and cancellations answer meanwhile. Must not
-know what the messages of a role mean (specmesh/engine/role.py) or how streams work
-(specmesh/engine/links.py).
+nothing that blocks runs on an event loop, so health checks and cancellations answer meanwhile. The
+worker is a generator that yields where it waits: a thread runs it (`start`), or the service's event
+loop while it polls (`start_on_loop`). Must not know what the messages of a role mean
+(specmesh/engine/role.py) or how streams work (specmesh/engine/links.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -21,12 +23,14 @@ from typing import Any
 import torch
 
 from protos.specmesh.v1 import session_pb2
+from specmesh.engine.busy_poll import EnginePoller
 from specmesh.engine.commands import CommandDesk, Observers
 from specmesh.engine.executor import Device, Executor, StepExecutor, StepOutcome
 from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
 from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
+from specmesh.engine.waits import Apart, Arrival, Waiting, block_on
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
 logger = logging.getLogger(__name__)
@@ -89,7 +93,10 @@ class Engine:
         self._num_unread: dict[Link, int] = {}  # commands of a link that the worker has not read
         self._submit_lock = threading.Lock()
         self._warm: Future[None] = Future()
-        self._thread = threading.Thread(target=self._serve, name=f"{role.wire.side}-engine")
+        self._thread = threading.Thread(
+            target=self._serve_on_thread, name=f"{role.wire.side}-engine"
+        )
+        self._poller: EnginePoller | None = None
         self._next_expiry_ns = 0
         self._empty_waiters: list[Future[None]] = []
         self._finishing: list[Link] = []
@@ -112,11 +119,34 @@ class Engine:
         self._thread.start()
         self._warm.result()
 
+    def start_on_loop(self, loop: asyncio.AbstractEventLoop, awake_s: float) -> None:
+        """In place of `start`: warm up on this thread, then serve on `loop`, which polls.
+
+        `loop` runs on another thread, this one blocks until it serves. awake_s: how long after its
+        last work the loop polls on before it sleeps again. From then on `loop` is the only thread
+        that may hand anything in. Raises what the warm-up raises.
+        """
+        self._warm_up()
+        self._warm.result()
+
+        async def serve() -> None:
+            self._executor.enter_thread()
+            self._poller = EnginePoller(loop, self._serving(), awake_s)
+
+        asyncio.run_coroutine_threadsafe(serve(), loop).result()
+
     def stop(self) -> None:
         """End the worker after the pass in flight. Sessions are dropped. Blocks until it ended."""
-        self._inbox.put(None)
+        self._put(None)
         if self._thread.is_alive():
             self._thread.join()
+        if self._poller is not None:
+            self._poller.ended.result()
+
+    def _put(self, item: Callable[[], None] | _Frame | None) -> None:
+        self._inbox.put(item)
+        if self._poller is not None:
+            self._poller.wake()
 
     def submit(self, link: Link, commands: Sequence[Any]) -> bool:
         """Hand in one frame's commands, in order. Never blocks; too many are answered TOO_BUSY.
@@ -133,7 +163,7 @@ class Engine:
             room = most - self.num_waiting
             self._num_submitted += len(commands)
             self._num_unread[link] = num_unread + len(commands)
-        self._inbox.put(_Frame(link, commands, arrived_ns, room))
+        self._put(_Frame(link, commands, arrived_ns, room))
         return True
 
     def end_link(self, link: Link) -> None:
@@ -144,17 +174,17 @@ class Engine:
             if link in self._finishing:
                 self._finishing.remove(link)
 
-        self._inbox.put(end)
+        self._put(end)
 
     def finish_link(self, link: Link) -> None:
         """The peer sends no more: end the link once everything it asked for is answered."""
-        self._inbox.put(lambda: self._finishing.append(link))
+        self._put(lambda: self._finishing.append(link))
 
     def drain(self) -> Future[None]:
         """Refuse new sessions; the future is done when no session is left."""
         done: Future[None] = Future()
         self._desk.draining = True  # at once: the next frame to any peer says so
-        self._inbox.put(lambda: self._empty_waiters.append(done))
+        self._put(lambda: self._empty_waiters.append(done))
         return done
 
     @property
@@ -173,7 +203,7 @@ class Engine:
             draining=self._desk.draining,
         )
 
-    # ------------------------------------------------------------ worker thread
+    # ------------------------------------------------------------ worker
 
     def _accept(self, frame: _Frame) -> None:
         link, commands = frame.link, frame.commands
@@ -190,7 +220,6 @@ class Engine:
                 self._desk.accept(Request(link, command, frame.arrived_ns))
 
     def _warm_up(self) -> bool:
-        """On the thread that will serve: thread pools and caches of the device belong to it."""
         started_ns = self._observers.clock_ns()
         try:
             self._executor.warm_up(self._options.warm_up_lens)
@@ -201,20 +230,38 @@ class Engine:
         self._warm.set_result(None)
         return True
 
-    def _serve(self) -> None:
-        if not self._warm_up():
-            return
+    def _serve_on_thread(self) -> None:
+        # Warmed up on the thread that serves: thread pools of a CPU belong to it.
+        if self._warm_up():
+            block_on(self._serving())
+
+    def _serving(self) -> Waiting[None]:
+        """Serve until told to stop. An error that ends it is told to `on_death`."""
         can_run = False
         try:
-            while self._read_inbox(block=not can_run):
-                ran = self._turn()
+            while True:
+                if not (can_run or self._held):
+                    yield from self._await_item()
+                if not self._read_inbox():
+                    return
+                ran = yield from self._turn()
                 self._flush()
                 can_run = ran and self._scheduler.has_work
+        except GeneratorExit:  # nobody drives it any more
+            raise
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
             self.on_death()
 
-    def _turn(self) -> bool:
+    def _await_item(self) -> Waiting[None]:
+        """Wait until something arrives, or idle sessions are to be looked for."""
+        item = yield Arrival(self._inbox, EXPIRY_PERIOD_S)
+        if item is queue.Empty:  # nothing came for a whole period
+            yield Apart(self._executor.use_idle)
+        else:
+            self._held.append(item)
+
+    def _turn(self) -> Waiting[bool]:
         """Everything between what arrived and what is sent. True where a pass ran.
 
         All that a pass gave leaves before the next one is begun: when an answer comes must not tell
@@ -224,34 +271,26 @@ class Engine:
         self._complete(self._desk_completed())
         step = self._compose()
         if step.segments:
-            self._run(step)
+            yield from self._run(step)
         self._complete(self._desk_completed())
         return bool(step.segments)
 
-    def _read_inbox(self, *, block: bool) -> bool:
+    def _read_inbox(self) -> bool:
         """Perform everything that arrived. False when told to stop."""
-        is_idle = block
-        try:
-            while True:
-                if self._held:
-                    item = self._held.popleft()
-                else:
-                    item = (
-                        self._inbox.get(timeout=EXPIRY_PERIOD_S)
-                        if block
-                        else self._inbox.get_nowait()
-                    )
-                is_idle = block = False
-                if item is None:
-                    return False
-                if isinstance(item, _Frame):
-                    self._accept(item)
-                else:
-                    item()
-        except queue.Empty:
-            if is_idle:  # nothing came for a whole period
-                self._executor.use_idle()
-            return True
+        while True:
+            if self._held:
+                item = self._held.popleft()
+            else:
+                try:
+                    item = self._inbox.get_nowait()
+                except queue.Empty:
+                    return True
+            if item is None:
+                return False
+            if isinstance(item, _Frame):
+                self._accept(item)
+            else:
+                item()
 
     def _nothing_waits(self) -> bool:
         """Whether the sessions in the pass are all there is: nobody else wants the next one."""
@@ -289,10 +328,10 @@ class Engine:
             self._observers.metrics.preemptions.inc(self._scheduler.num_preemptions - before)
         return step
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step) -> Waiting[None]:
         tasks = [segment.task for segment in step.segments]
         try:
-            outcome = self._executor.run(step, self._read_early, self._nothing_waits)
+            outcome = yield from self._executor.perform(step, self._read_early, self._nothing_waits)
         except Exception as error:
             logger.exception("a forward pass failed")
             if isinstance(error, torch.AcceleratorError):

@@ -207,7 +207,13 @@ class ServiceProcess:
             make_executor or StepExecutor,
         )
         engine.on_death = lambda: _ignore_closed(loop, self._die)
-        await asyncio.to_thread(engine.start)
+        awake_s = event_loop.awake_s(
+            engine_settings.busy_poll_ms, on_gpu=runs_captured(engine_settings)
+        )
+        if awake_s:
+            await asyncio.to_thread(engine.start_on_loop, loop, awake_s)
+        else:
+            await asyncio.to_thread(engine.start)
         links = LinkServer(
             engine,
             LinkOptions(

@@ -2,7 +2,7 @@
 
 Owns the session table, the idempotence of commands by (epoch, round) and the undo of a command that
 failed. Must not know models, devices or transports; the clock is an argument. Not thread-safe: the
-engine's worker thread owns every session (specmesh/engine/runner.py).
+engine's worker owns every session (specmesh/engine/runner.py).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from specmesh.engine.decoder import Decoder
 from specmesh.engine.fused import PagedAttention, PagedGroup
 from specmesh.engine.kv_cache import KVCache
 from specmesh.engine.step_buffers import Field, HostArrays, StepInputs, StepOutputs
+from specmesh.engine.waits import Done, Until, Waiting, block_on
 
 MARGIN_S = 0.0003  # how long before the usual end of a step the host looks for work once more
 LAUNCH_S = 0.003  # how long before it a chain that follows is launched: more than launching takes
@@ -234,8 +235,8 @@ class StepProgram:
         return self._fetch(is_behind=True)
 
     def run(self) -> HostArrays:
-        """Launch and wait; returns the outputs."""
-        return self.wait(self.launch())
+        """Launch and block until the device is done; returns the outputs."""
+        return block_on(self.wait(self.launch()))
 
     def _fetch(self, *, is_behind: bool) -> Running:
         outputs = self.buffers.outputs.download()
@@ -251,8 +252,8 @@ class StepProgram:
         running: Running,
         meanwhile: Callable[[], object] = lambda: None,
         before_end: Callable[[], object] | None = None,
-    ) -> HostArrays:
-        """Block until the device is done with what runs now; return its outputs.
+    ) -> Waiting[HostArrays]:
+        """Wait until the device is done with what runs now; returns its outputs.
 
         meanwhile is called when the device has work, and again shortly before it should be done:
         what the host does there overlaps. before_end: called once, so long before that end that a
@@ -265,9 +266,11 @@ class StepProgram:
             return running.outputs
         started = time.perf_counter()
         try:
-            self._overlap(started + self._usual_s, meanwhile, before_end)
-        finally:
-            running.done.synchronize()  # also where the host fails: buffers are written anew then
+            yield from self._overlap(started + self._usual_s, meanwhile, before_end)
+        except BaseException:  # the host fails: buffers will be written anew
+            running.done.synchronize()
+            raise
+        yield Done(running.done)
         if not running.is_behind:
             spent_s = time.perf_counter() - started
             self._usual_s += USUAL_WEIGHT * (spent_s - self._usual_s)
@@ -275,14 +278,17 @@ class StepProgram:
 
     def _overlap(
         self, end: float, meanwhile: Callable[[], object], before_end: Callable[[], object] | None
-    ) -> None:
-        """What the host does until the usual end."""
+    ) -> Waiting[None]:
+        """What the host does until the usual end: other threads, or whoever polls, have the
+        interpreter in between, so frames arrive."""
         meanwhile()
         if before_end is not None:
-            if _sleep_until(end - LAUNCH_S):
+            if _is_ahead(end - LAUNCH_S):
+                yield Until(end - LAUNCH_S)
                 meanwhile()
             before_end()
-        if _sleep_until(end - MARGIN_S):
+        if _is_ahead(end - MARGIN_S):
+            yield Until(end - MARGIN_S)
             meanwhile()
 
     @torch.inference_mode()
@@ -382,11 +388,6 @@ class StepProgram:
         return PagedGroup(0, count, self._batch(self._each_one, 0, count, 1))
 
 
-def _sleep_until(instant: float) -> bool:
-    """Let other threads have the interpreter until then: frames arrive meanwhile. False where it
-    is too near for a sleep."""
-    ahead_s = instant - time.perf_counter()
-    if ahead_s <= MARGIN_S:
-        return False
-    time.sleep(ahead_s)
-    return True
+def _is_ahead(instant: float) -> bool:
+    """Whether it is far enough ahead for a sleep."""
+    return instant - time.perf_counter() > MARGIN_S

@@ -23,6 +23,7 @@ from specmesh.engine.commands import Observers
 from specmesh.engine.executor import Device
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.engine.sessions import Limits
+from specmesh.engine.waits import block_on
 from specmesh.metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
@@ -90,8 +91,8 @@ class LinkTarget:
     def _serve(self) -> None:
         engine = self._engine
         for _ in range(MAX_TURNS):
-            engine._read_inbox(block=False)
-            ran = engine._turn()
+            engine._read_inbox()
+            ran = block_on(engine._turn())
             engine._flush()
             if not ran and engine._inbox.empty():
                 return

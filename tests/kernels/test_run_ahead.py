@@ -282,9 +282,9 @@ def test_a_chunk_joins_only_what_is_captured_with_it(
     kinds: list[tuple[int, bool]] = []
     launch = ProgramExecutor._launch
 
-    def logged(self: ProgramExecutor, wanted: Any, *rest: Any, **options: Any) -> None:
+    def logged(self: ProgramExecutor, wanted: Any, *rest: Any, **options: Any) -> Any:
         kinds.append((len(wanted.short), wanted.long is not None))
-        launch(self, wanted, *rest, **options)
+        return launch(self, wanted, *rest, **options)
 
     monkeypatch.setattr(ProgramExecutor, "_launch", logged)
 

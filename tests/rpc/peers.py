@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -67,6 +68,10 @@ class Service:
     address: str
 
 
+# How engines are driven: 0 by a thread of their own, else by the loop, which polls for so long.
+AWAKE_S = 0.0
+
+
 @asynccontextmanager
 async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None):
     """Serve `decoder` as "draft" or "target" on a free port of loopback."""
@@ -99,7 +104,10 @@ async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None)
         setup.options,
         Observers(telemetry, metrics, setup.clock_ns or clock_ns, offset_ns),
     )
-    engine.start()
+    if AWAKE_S:
+        await asyncio.to_thread(engine.start_on_loop, asyncio.get_running_loop(), AWAKE_S)
+    else:
+        engine.start()
     links = LinkServer(
         engine, LinkOptions(response_type, setup.max_outbound_frames, setup.max_message_bytes)
     )
@@ -118,7 +126,7 @@ async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None)
         yield Service(side, engine, pool, decoder, links, state, metrics, f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
-        engine.stop()
+        await asyncio.to_thread(engine.stop)
 
 
 class Peer:

@@ -41,6 +41,7 @@ from specmesh.engine.links import LinkOptions, LinkServer
 from specmesh.engine.runner import Engine, EngineOptions
 from specmesh.engine.serving import ServiceState
 from specmesh.engine.sessions import Limits
+from specmesh.engine.waits import block_on
 from specmesh.errors import NotReady
 from specmesh.metrics import CoordinatorMetrics, ServiceMetrics
 from specmesh.telemetry import Telemetry
@@ -122,8 +123,8 @@ class SimEngine(Engine):
     def _begin_turn(self) -> None:
         if not self._node.alive:
             return
-        self._read_inbox(block=False)
-        ran = self._turn()
+        self._read_inbox()
+        ran = block_on(self._turn())
         end = self._loop.now + (self._pass_s() if ran else 0.0)
         self._loop.event(end, lambda: self._end_turn(ran), self._node.name, self, "turn")
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from coordinator import links
 from coordinator.links import FRAME_BYTES, ReplicaLink, _Stream
 from coordinator.messages import Side
 from protos.specmesh.v1 import target_pb2
 from specmesh.config import LinkSettings
+from specmesh.event_loop import StayAwake
 from tests.rpc.fake_model import PrefixDecoder
 from tests.rpc.peers import running
 
@@ -90,3 +94,37 @@ async def test_a_link_that_this_side_reset_connects_again() -> None:
             assert owner.num_downs == 1
         finally:
             await link.close()
+
+
+@pytest.mark.parametrize("busy_poll_ms", [0.0, 3.0])
+async def test_commands_and_results_keep_the_loop_awake_where_that_is_set(
+    busy_poll_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[float] = []
+
+    class Counted(StayAwake):
+        def touch(self) -> None:
+            touched.append(self._awake_s)
+            super().touch()
+
+    monkeypatch.setattr(links, "StayAwake", Counted)
+    got = asyncio.Event()
+
+    class Hearing(Owner):
+        def result(self, link: ReplicaLink, result: Any) -> None:
+            got.set()
+
+    async with running("target", PrefixDecoder()) as service:
+        owner = Hearing()
+        settings = LinkSettings(busy_poll_ms=busy_poll_ms)
+        link = ReplicaLink(Side.TARGET, service.address, settings, owner, "group")
+        link.start()
+        try:
+            await asyncio.wait_for(owner.ups.get(), 10)
+            close = target_pb2.TargetCommand(session_id="unknown", epoch=1, round=0)
+            close.close.SetInParent()
+            assert link.send(close)
+            await asyncio.wait_for(got.wait(), 10)
+        finally:
+            await link.close()
+    assert touched == ([busy_poll_ms * 1e-3] * 2 if busy_poll_ms else [])

@@ -1,0 +1,105 @@
+"""Runs an engine on its service's event loop, which polls the device and the inbox.
+
+With a thread of its own, every frame changes threads twice on its way in and out, each time waking
+one that sleeps, and the engine's code is cold when its turn comes. On a loop that stays awake a
+command is in the engine as soon as it is read, and its answer on the stream as soon as the device
+is done. What blocks (`waits.Apart`) still gets a thread, and the loop sleeps when nothing comes.
+Must not know what the engine does between waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+from specmesh.engine.waits import NOT_YET, Apart, Arrival, Wait, Waiting
+from specmesh.event_loop import StayAwake
+
+
+class EnginePoller:
+    """Drives a generator of waits on an event loop. On the loop's thread only, but for `ended`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, waiting: Waiting[None], awake_s: float
+    ) -> None:
+        """awake_s: seconds after the last arrival or answer for which the loop polls on.
+
+        Takes the generator's first step. `ended` is done when the generator is.
+        """
+        self.ended: Future[None] = Future()
+        self._loop = loop
+        self._waiting = waiting
+        self._wait: Wait
+        self._apart: asyncio.Future[Any] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._awake = StayAwake(loop, awake_s, self._poll)
+        self._go_on(None)
+
+    def wake(self) -> None:
+        """Something arrived. From another thread this is as good as `call_soon_threadsafe`."""
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if on_loop:
+            self._awake.touch()
+        else:
+            self._loop.call_soon_threadsafe(self._awake.touch)
+
+    def _poll(self) -> bool:
+        """Go on if what is waited for is there. Whether a device is at work, so that the loop must
+        look again at once."""
+        if self._apart is not None or self.ended.done():
+            return False
+        try:
+            answer = self._wait.poll()
+        except BaseException as error:  # noqa: BLE001 - thrown where it was waited for
+            self._fail(error)
+        else:
+            if answer is not NOT_YET:
+                self._go_on(answer)
+        return not (self.ended.done() or isinstance(self._wait, Apart | Arrival))
+
+    def _go_on(self, answer: Any) -> None:
+        try:
+            self._wait = self._waiting.send(answer)
+        except StopIteration:
+            self._end()
+        else:
+            self._arrange()
+
+    def _fail(self, error: BaseException) -> None:
+        try:
+            self._wait = self._waiting.throw(error)
+        except StopIteration:
+            self._end()
+        else:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """See to it that the new wait will be polled."""
+        wait = self._wait
+        if isinstance(wait, Apart):
+            self._apart = self._loop.run_in_executor(None, wait.work)
+            self._apart.add_done_callback(self._came_back)
+            return
+        if not isinstance(wait, Arrival):
+            self._awake.touch()  # the device is at work, and its end is not the session's
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_later(wait.timeout_s, self._awake.look)
+
+    def _came_back(self, apart: asyncio.Future[Any]) -> None:
+        self._apart = None
+        error = apart.exception()
+        if error is not None:
+            self._fail(error)
+        else:
+            self._go_on(apart.result())
+
+    def _end(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self.ended.set_result(None)

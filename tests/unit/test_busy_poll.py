@@ -1,0 +1,232 @@
+"""A loop that polls: awake while there is reason to be, asleep otherwise, and an engine on it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmesh import event_loop
+from specmesh.engine.busy_poll import EnginePoller
+from specmesh.engine.waits import NOT_YET, Apart, Arrival, Done, Until, Waiting, block_on
+from specmesh.event_loop import AWAKE_S, StayAwake, awake_s, num_processors
+
+ENDLESS_S = 3600.0
+
+
+class Turns:
+    """A loop of which only `call_soon` is used, gone around by hand."""
+
+    def __init__(self) -> None:
+        self.soon: list[Any] = []
+
+    def call_soon(self, callback: Any) -> None:
+        self.soon.append(callback)
+
+    def around(self) -> None:
+        callbacks, self.soon = self.soon, []
+        for callback in callbacks:
+            callback()
+
+
+class Event:
+    """A device's event. passed: set by the test; broken: what asking raises."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.broken: BaseException | None = None
+
+    def query(self) -> bool:
+        if self.broken is not None:
+            raise self.broken
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of `StayAwake`, set by hand."""
+    clock = [100.0]
+    monkeypatch.setattr(event_loop.time, "perf_counter", lambda: clock[0])
+    return clock
+
+
+def test_a_loop_is_awake_until_its_last_message_is_old(now: list[float]) -> None:
+    turns: Any = Turns()
+    awake = StayAwake(turns, 0.5)
+    awake.touch()
+    awake.touch()
+    assert len(turns.soon) == 1  # however many messages: once around
+    now[0] += 0.4
+    turns.around()
+    awake.touch()
+    now[0] += 0.4
+    turns.around()
+    assert turns.soon  # the second message keeps it
+    now[0] += 0.2
+    turns.around()
+    assert not turns.soon
+    awake.touch()
+    assert len(turns.soon) == 1
+
+
+def test_a_turn_that_has_work_keeps_the_loop_awake(now: list[float]) -> None:
+    turns: Any = Turns()
+    works = [True, True, False]
+    awake = StayAwake(turns, 0.0, lambda: works.pop(0))
+    awake.look()
+    now[0] += 1.0
+    turns.around()
+    turns.around()
+    assert turns.soon
+    turns.around()
+    assert not turns.soon
+    assert not works
+
+
+@pytest.mark.parametrize(
+    ("set_ms", "on_gpu", "processors", "expected"),
+    [
+        (None, True, 4, AWAKE_S),
+        (None, True, 3, 0.0),
+        (None, False, 64, 0.0),
+        (0.0, True, 64, 0.0),
+        (7.0, False, 1, 0.007),
+    ],
+)
+def test_who_polls(
+    set_ms: float | None,
+    on_gpu: bool,
+    processors: float,
+    expected: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "num_processors", lambda: processors)
+    assert awake_s(set_ms, on_gpu=on_gpu) == expected
+
+
+def test_a_quota_counts_as_fewer_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop.os, "sched_getaffinity", lambda pid: range(16))
+    limit = tmp_path / "cpu.max"
+    assert num_processors(limit) == 16
+    for text, count in (("max 100000", 16), ("250000 100000", 2.5), ("9900000 100000", 16)):
+        limit.write_text(text)
+        assert num_processors(limit) == count
+
+
+async def test_an_engine_on_a_loop_gets_what_it_waits_for() -> None:
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    event, got = Event(), []
+    started, go_on = threading.Event(), threading.Event()
+
+    def works_long() -> str:
+        started.set()
+        assert go_on.wait(20)
+        return threading.current_thread().name
+
+    def serve() -> Waiting[None]:
+        got.append((yield Arrival(inbox, ENDLESS_S)))
+        yield Done(event)
+        got.append("device")
+        yield Until(0.0)
+        got.append((yield Apart(works_long)))
+
+    poller = EnginePoller(asyncio.get_running_loop(), serve(), 0.0)
+    inbox.put("frame")
+    poller.wake()
+    while not got:
+        await asyncio.sleep(0)
+    assert got == ["frame"]
+    event.passed.set()
+    while not started.is_set():
+        await asyncio.sleep(0)
+    assert got == ["frame", "device"]  # the loop runs on while a thread works
+    go_on.set()
+    await asyncio.wrap_future(poller.ended)
+    assert got[-1] != threading.current_thread().name
+
+
+async def test_nothing_that_comes_in_time_is_waited_for_no_longer() -> None:
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    got = []
+
+    def serve() -> Waiting[None]:
+        got.append((yield Arrival(inbox, 0.01)))
+
+    await asyncio.wrap_future(EnginePoller(asyncio.get_running_loop(), serve(), 0.0).ended)
+    assert got == [queue.Empty]
+
+
+async def test_an_idle_engine_lets_its_loop_sleep() -> None:
+    loop = asyncio.get_running_loop()
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    polls = []
+
+    class Counted(Arrival):
+        def poll(self) -> Any:
+            polls.append(1)
+            return super().poll()
+
+    def serve() -> Waiting[None]:
+        yield Counted(inbox, ENDLESS_S)
+
+    poller = EnginePoller(loop, serve(), 0.0)
+    poller.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(polls) == 1
+    inbox.put("end")
+    poller.wake()
+    await asyncio.wrap_future(poller.ended)
+
+
+@pytest.mark.parametrize("where", ["device", "thread"])
+async def test_what_a_wait_ends_in_is_raised_where_it_was_waited_for(where: str) -> None:
+    def fails() -> None:
+        raise RuntimeError("lost")
+
+    event = Event()
+    event.broken = RuntimeError("lost")
+    caught = []
+
+    def serve() -> Waiting[None]:
+        try:
+            yield Done(event) if where == "device" else Apart(fails)
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    await asyncio.wrap_future(EnginePoller(asyncio.get_running_loop(), serve(), 0.0).ended)
+    assert caught == ["lost"]
+
+
+def test_a_thread_blocks_where_a_loop_polls() -> None:
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    inbox.put("frame")
+    event = Event()
+    event.passed.set()
+
+    def fails() -> None:
+        raise RuntimeError("lost")
+
+    def serve() -> Waiting[list[Any]]:
+        got = [(yield Arrival(inbox, ENDLESS_S)), (yield Arrival(inbox, 0.0))]
+        yield Done(event)
+        yield Until(0.0)
+        got.append((yield Apart(lambda: threading.current_thread())))
+        try:
+            yield Apart(fails)
+        except RuntimeError as error:
+            got.append(str(error))
+        return got
+
+    found = block_on(serve())
+    assert found == ["frame", queue.Empty, threading.current_thread(), "lost"]
+    assert Done(Event()).poll() is NOT_YET
