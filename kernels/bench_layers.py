@@ -197,6 +197,12 @@ CASES = [
     _gate_up_case("G320", 320, False),
     _gate_up_case("G320-inv", 320, True),
     Case("down5-inv", lambda seed: _down(5, False, seed), floor_ms(2.0 * DOWN_WEIGHTS), graph=True),
+    Case(
+        "down320-inv",
+        lambda seed: _down(320, False, seed),
+        floor_ms(2.0 * DOWN_WEIGHTS, 2.0 * 320 * DOWN_WEIGHTS),
+        graph=True,
+    ),
     _gate_up_case("G1-fp8", 1, True, fp8=True),
     _gate_up_case("G64-fp8", 64, True, fp8=True),
     _gate_up_case("G320-fp8", 320, True, fp8=True),

@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.configs.layers import launches_early, linear_tiles
 from kernels.fp8_weight import Fp8Weight
 from kernels.linear_kernels import _finish_kernel, _linear_kernel
+from kernels.linear_specialised import fits, launch_specialised
 
 BLOCK_K = 64
 UNCUT_WIDTH = 12288  # weights of so many columns fill a device without splitting K: one chunk
@@ -118,6 +119,13 @@ def launch_product(
     if split:
         shape = (num_chunks, num_rows, weight.shape[0])
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    early = launches_early(x.device)
+    own = tiles.specialised
+    ends_alone = split or (bias is None and activation == "none")  # a split ends in another launch
+    is_bare = scale is None and not swiglu and ends_alone and split == tiles.split
+    if own is not None and is_bare and fits(x, weight, chunk, split, own):
+        launch_specialised(x, weight, residual, out, partials, chunk, own, early)
+        return partials
     describe = (
         tiles.descriptors
         and _can_describe(weight, tiles.block_n)
@@ -125,7 +133,6 @@ def launch_product(
     )
     describe_x = describe and not tiles.gathers and _can_describe(x, 1)
     step_k = tiles.block_k if depth % tiles.block_k == chunk % tiles.block_k == 0 else BLOCK_K
-    early = launches_early(x.device)
     ahead = tiles.ahead if early and describe and _is_cut_by_16(weight) else 0
     grid = (
         triton.cdiv(num_rows, tiles.block_m + tiles.more_m) * triton.cdiv(width, tiles.block_n),

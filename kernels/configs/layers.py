@@ -23,6 +23,16 @@ class RopeLaunch:
 
 
 @dataclass(frozen=True, slots=True)
+class Specialised:
+    """Launch of `linear_specialised`: warpgroups a tile and stages in flight. most_programs: that
+    run at once, one a multiprocessor."""
+
+    groups: int
+    num_stages: int
+    most_programs: int = 132
+
+
+@dataclass(frozen=True, slots=True)
 class LinearTiles:
     """Output tile, launch shape, and whether programs split the chunks of K among them.
 
@@ -32,7 +42,8 @@ class LinearTiles:
     columns of K a round of the loop takes, where they divide K and its chunks; else the contract's,
     with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
-    asked for before the kernel ahead has ended, a power of two.
+    asked for before the kernel ahead has ended, a power of two. specialised: plain products that
+    fit take `linear_specialised`, split or not as here.
     """
 
     block_m: int
@@ -47,6 +58,7 @@ class LinearTiles:
     gathers: bool = False
     ahead: int = 0
     ordered: bool = False
+    specialised: Specialised | None = None
 
 
 _ROPE = {"sm_90": RopeLaunch(16, 4), "cpu": RopeLaunch(4, 4)}
@@ -83,13 +95,18 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
     ("sm_90", "middle"): [
         (16, LinearTiles(16, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
         *_FEW[1:],
-        (160, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True)),
+        (160, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True,
+                          specialised=Specialised(1, 7))),
+        (320, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True,
+                          specialised=Specialised(2, 5))),
         (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True)),
     ],
     ("sm_90", "narrow"): [
         *_FEW,
         (160, LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, descriptors=True,
-                          split=True)),
+                          split=True, specialised=Specialised(2, 6))),
+        (320, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True,
+                          specialised=Specialised(1, 7))),
         (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True,
                               descriptors=True)),
     ],

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kernels import (
     draft_rows,
     linear,
     linear_norm,
+    linear_specialised,
     norm,
     penalties,
     redraw,
@@ -141,7 +143,10 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
         weight, scale = meta(width, depth), None
         if name == "linear-fp8":
             weight, scale = weight.to(FP8), floats(width)
-        with recorded(linear, "_linear_kernel", "_finish_kernel") as launches:
+        with (
+            recorded(linear, "_linear_kernel", "_finish_kernel") as launches,
+            mock.patch.object(linear, "fits", return_value=False),  # specialised ones come apart
+        ):
             linear._launch_linear(meta(rows, depth), weight, scale, None, None, activation, True)
         yield f"{name}-{activation}-{width}x{depth}-{rows}", launches[0]
         if len(launches) > 1 and scale is None:
@@ -153,6 +158,25 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
                 activation, True,
             )  # fmt: skip
         yield f"other-fp8-{activation}-{dtype}", launches[0]
+
+
+def specialised_launches() -> Iterator[tuple[str, Launch]]:
+    """Every launch of the table: one and two warpgroups, chunks in turn and apart."""
+    for rows, depth, width, dtype in (
+        (160, 4096, 6144, torch.bfloat16), (320, 4096, 6144, torch.bfloat16),
+        (160, 14336, 4096, torch.bfloat16), (320, 14336, 4096, torch.bfloat16),
+        (320, 14336, 4096, torch.float16),
+    ):  # fmt: skip
+        residual = meta(rows, width, dtype=dtype) if width == 4096 else None
+        with (
+            recorded(linear_specialised, "_specialised_linear_kernel") as launches,
+            recorded(linear, "_finish_kernel"),
+        ):
+            linear._launch_linear(
+                meta(rows, depth, dtype=dtype), meta(width, depth, dtype=dtype), None, None,
+                residual, "none", True,
+            )  # fmt: skip
+        yield f"specialised-{width}x{depth}-{rows}-{dtype}", launches[0]
 
 
 def layer_launches() -> Iterator[tuple[str, Launch]]:
@@ -179,7 +203,9 @@ def layer_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def main() -> None:
-    for name, launch in (*sampling_launches(), *linear_launches(), *layer_launches()):
+    for name, launch in (
+        *sampling_launches(), *linear_launches(), *specialised_launches(), *layer_launches(),
+    ):  # fmt: skip
         report = {"name": name, **asdict(compile_launch(launch))}
         sys.stdout.write(json.dumps(report) + "\n")
 
