@@ -58,6 +58,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_loop_is_awake_until_its_last_message_is_old(now: list[float]) -> None:
+    """Each message prolongs the time in which the loop polls; after the last one it sleeps."""
     turns: Any = Turns()
     awake = StayAwake(turns, 0.5)
     awake.touch()
@@ -77,6 +78,7 @@ def test_a_loop_is_awake_until_its_last_message_is_old(now: list[float]) -> None
 
 
 def test_a_turn_that_has_work_keeps_the_loop_awake(now: list[float]) -> None:
+    """A device at work is looked at whatever the time; when it is done, the loop may sleep."""
     turns: Any = Turns()
     works = [True, True, False]
     awake = StayAwake(turns, 0.0, lambda: works.pop(0))
@@ -107,6 +109,7 @@ def test_who_polls(
     expected: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Unless it is set, only a process beside a GPU that has processors to spare."""
     monkeypatch.setattr(event_loop, "num_processors", lambda: processors)
     assert awake_s(set_ms, on_gpu=on_gpu) == expected
 
@@ -114,6 +117,7 @@ def test_who_polls(
 def test_a_quota_counts_as_fewer_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A container held to 2.5 processors of 16 counts 2.5."""
     monkeypatch.setattr(event_loop.os, "sched_getaffinity", lambda pid: range(16))
     limit = tmp_path / "cpu.max"
     assert num_processors(limit) == 16
@@ -123,6 +127,7 @@ def test_a_quota_counts_as_fewer_processors(
 
 
 async def test_an_engine_on_a_loop_gets_what_it_waits_for() -> None:
+    """Arrivals, the device, instants and work on a thread, in order, while the loop runs on."""
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     event, got = Event(), []
     started, go_on = threading.Event(), threading.Event()
@@ -155,6 +160,7 @@ async def test_an_engine_on_a_loop_gets_what_it_waits_for() -> None:
 
 
 async def test_nothing_that_comes_in_time_is_waited_for_no_longer() -> None:
+    """A wait for arrivals ends after its time, so that idle sessions are looked for."""
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     got = []
 
@@ -166,6 +172,7 @@ async def test_nothing_that_comes_in_time_is_waited_for_no_longer() -> None:
 
 
 async def test_an_idle_engine_lets_its_loop_sleep() -> None:
+    """Where nothing arrives the loop does not go around for the engine."""
     loop = asyncio.get_running_loop()
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     polls = []
@@ -190,6 +197,8 @@ async def test_an_idle_engine_lets_its_loop_sleep() -> None:
 
 @pytest.mark.parametrize("where", ["device", "thread"])
 async def test_what_a_wait_ends_in_is_raised_where_it_was_waited_for(where: str) -> None:
+    """A lost device, and work that fails on a thread, are errors of the engine, not of the loop."""
+
     def fails() -> None:
         raise RuntimeError("lost")
 
@@ -208,6 +217,7 @@ async def test_what_a_wait_ends_in_is_raised_where_it_was_waited_for(where: str)
 
 
 def test_a_thread_blocks_where_a_loop_polls() -> None:
+    """The same waits, blocking, bring the same; errors are raised where they were waited for."""
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     inbox.put("frame")
     event = Event()

@@ -100,6 +100,7 @@ async def test_a_link_that_this_side_reset_connects_again() -> None:
 async def test_commands_and_results_keep_the_loop_awake_where_that_is_set(
     busy_poll_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One touch a command and one a frame of results; none where the setting says never."""
     touched: list[float] = []
 
     class Counted(StayAwake):
