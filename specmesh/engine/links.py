@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,16 @@ class ServiceLink:
         self._engine = engine
         self._options = options
         self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
         self._failure: SpecmeshError | None = None
         # One place more than there may be frames: the end must always fit.
         self._frames: asyncio.Queue[Any] = asyncio.Queue(options.max_outbound_frames + 1)
         self._is_open = True
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the transport has taken all that was posted. On the loop's thread only."""
+        return self._frames.empty() or not self._is_open
 
     def post(self, results: list[Any]) -> None:
         """Queue results of one step. Overflow ends the link, as nobody reads it."""
@@ -59,6 +66,9 @@ class ServiceLink:
         self._call(self._end)
 
     def _call(self, action: Any, *arguments: Any) -> None:
+        if threading.get_ident() == self._thread_id:  # an engine on this very loop
+            action(*arguments)
+            return
         try:
             self._loop.call_soon_threadsafe(action, *arguments)
         except RuntimeError:  # the loop is closed: the process is going away

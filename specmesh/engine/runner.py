@@ -30,7 +30,7 @@ from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
 from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
-from specmesh.engine.waits import Apart, Arrival, Waiting, block_on
+from specmesh.engine.waits import Apart, Arrival, Leaving, Waiting, block_on
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,9 @@ class Engine:
                 if not self._read_inbox():
                     return
                 ran = yield from self._turn()
-                self._flush()
+                posted = self._flush()
+                if posted:  # what a pass gave is on its way before the next one is begun
+                    yield Leaving(posted)
                 can_run = ran and self._scheduler.has_work
         except GeneratorExit:  # nobody drives it any more
             raise
@@ -399,8 +401,10 @@ class Engine:
         self._executor.clear(self._scheduler.private_pages(session))
         self._scheduler.release(session)
 
-    def _flush(self) -> None:
-        for link, results in self._desk.take_outbound().items():
+    def _flush(self) -> list[Link]:
+        """Send what is to be sent; returns the links that got any of it."""
+        outbound = self._desk.take_outbound()
+        for link, results in outbound.items():
             link.post(results)
         for link in [link for link in self._finishing if not self._table.awaits_answer(link)]:
             self._finishing.remove(link)
@@ -410,6 +414,7 @@ class Engine:
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(None)
             self._empty_waiters.clear()
+        return list(outbound)
 
     def _observe(self, outcome: StepOutcome, spans: list[Any]) -> None:
         elapsed_us = (outcome.end_ns - outcome.start_ns) // 1000

@@ -37,6 +37,10 @@ class Link(Protocol):
 
     group: str
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether the transport has taken all that was posted. On the loop's thread only."""
+
     def post(self, results: list[Any]) -> None:
         """Send results, from any thread. Results for a link that has ended are dropped."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
 NOT_YET: Final = object()  # the answer of a poll
+MOST_TURNS = 8  # of a loop, for results to reach the transport: two or three where none is slow
 
 
 class Wait(Protocol):
@@ -84,6 +85,37 @@ class Arrival:
         except queue.Empty:
             is_over = time.perf_counter() - self._began >= self.timeout_s
             return queue.Empty if is_over else NOT_YET
+
+
+class Sender(Protocol):
+    """Where results were posted."""
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the transport has taken all of them."""
+        ...
+
+
+@dataclass(slots=True)
+class Leaving:
+    """What was posted is with the transport, or its peer is slow.
+
+    When an answer leaves must not depend on whether there is more to do after it, and on a loop it
+    leaves only when the loop comes around. A few times around are enough; who takes longer is
+    blocked by its peer, and is waited for no more.
+    """
+
+    senders: Sequence[Sender]
+    _num_polls: int = 0
+
+    def block(self) -> None:
+        """Nothing: the loop that sends has a thread of its own."""
+
+    def poll(self) -> Any:
+        """None once all has left, or after MOST_TURNS times around."""
+        self._num_polls += 1
+        is_over = self._num_polls > MOST_TURNS or all(each.has_sent for each in self.senders)
+        return None if is_over else NOT_YET
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,21 @@ async def test_seeded_tokens_do_not_depend_on_the_steps_of_a_command(steps: int)
     assert script.tokens[len(PROMPT) :][:24] == await undisturbed(24)
 
 
+async def test_a_part_has_left_before_the_next_pass_begins(driven_by: str) -> None:
+    """On a polling loop: whether more is to be computed changes nothing in when a part leaves. An
+    engine with a thread of its own goes on while the loop sends, so nothing is said of it here."""
+    left: list[bool] = []
+    async with running("target", PrefixDecoder(VOCAB)) as service, linked(service) as link:
+        links = service.links._links
+        service.decoder.before_pass = lambda: left.append(all(each.has_sent for each in links))
+        script = Script("target", "s", list(PROMPT))
+        await link.call(script.open())
+        await link.send(script.verify(steps=12))
+        await parts_of(link)
+    assert len(left) == 12
+    assert driven_by == "thread" or all(left)
+
+
 async def test_a_stop_is_told_when_a_token_without_one_is_told() -> None:
     """Parts of one pass leave in one frame, whether a stop id ended the command or not."""
     stop = (await undisturbed(4))[3]

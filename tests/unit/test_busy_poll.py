@@ -12,7 +12,17 @@ import pytest
 
 from specmesh import event_loop
 from specmesh.engine.busy_poll import EnginePoller
-from specmesh.engine.waits import NOT_YET, Apart, Arrival, Done, Until, Waiting, block_on
+from specmesh.engine.waits import (
+    MOST_TURNS,
+    NOT_YET,
+    Apart,
+    Arrival,
+    Done,
+    Leaving,
+    Until,
+    Waiting,
+    block_on,
+)
 from specmesh.event_loop import AWAKE_S, StayAwake, awake_s, num_processors
 
 ENDLESS_S = 3600.0
@@ -214,6 +224,28 @@ async def test_what_a_wait_ends_in_is_raised_where_it_was_waited_for(where: str)
 
     await asyncio.wrap_future(EnginePoller(asyncio.get_running_loop(), serve(), 0.0).ended)
     assert caught == ["lost"]
+
+
+class Sender:
+    """Where results were posted; has_sent: set by the test."""
+
+    has_sent = False
+
+
+def test_answers_are_waited_for_until_they_left_or_a_peer_is_slow() -> None:
+    """All senders count; one whose peer does not read is given up after a bounded number of turns;
+    an engine with a thread of its own does not wait."""
+    senders = [Sender(), Sender()]
+    leaving = Leaving(senders)
+    assert leaving.poll() is NOT_YET
+    senders[0].has_sent = True
+    assert leaving.poll() is NOT_YET
+    senders[1].has_sent = True
+    assert leaving.poll() is None
+    stuck = Leaving([Sender()])
+    assert [stuck.poll() for _ in range(MOST_TURNS)] == [NOT_YET] * MOST_TURNS
+    assert stuck.poll() is None
+    assert Leaving([Sender()]).block() is None
 
 
 def test_a_thread_blocks_where_a_loop_polls() -> None:
