@@ -7,6 +7,7 @@ sockets, sessions or models.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -113,8 +114,8 @@ def decode_sparse(
     weights = _weights_of(messages, encodings)
     if not weights.min() >= 0.0:  # NaN fails every comparison
         return None
-    totals = np.add.reduceat(weights, starts, dtype=np.float64).tolist()
-    if not all(0.0 < total < float("inf") for total in totals):
+    # A row has mass, and its sum in float64 is finite, exactly when its largest weight says so.
+    if not all(0.0 < top < math.inf for top in np.maximum.reduceat(weights, starts).tolist()):
         return None
     return SparseRows(vocab_size, ids.astype(np.int32), weights, ends, encodings)
 

@@ -281,9 +281,13 @@ class ProgramExecutor:
         )
 
     def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
-        buckets, need = self._buckets, self._need(launch, num_passes)
+        return self.programs.find(self._need(launch, num_passes), self._rounded)
+
+    def _rounded(self, need: StepShape) -> StepShape:
+        """The smallest shape of the buckets that covers `need`."""
+        buckets = self._buckets
         rows, ids = self._side.round_up(need.rows_per_seq, need.num_ids)
-        rounded = replace(
+        return replace(
             need,
             num_seqs=bucket_for(max(1, need.num_seqs), buckets.num_seqs),
             max_query_len=bucket_for(need.max_query_len, buckets.max_query_lens),
@@ -291,7 +295,6 @@ class ProgramExecutor:
             rows_per_seq=rows,
             num_ids=ids,
         )
-        return self.programs.find(need, rounded)
 
     def _pack(self, program: StepProgram, launch: _Launch, wanted: Sequence[int]) -> int:
         """Write the host's inputs; returns the number of token rows in use."""

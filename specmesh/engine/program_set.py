@@ -64,11 +64,12 @@ class ProgramSet:
         self.programs: dict[StepShape, StepProgram] = {}
         self.cost = CaptureCost()
 
-    def find(self, need: StepShape, rounded: StepShape) -> StepProgram:
-        """The cheapest program that covers `need`; an uncaptured one of shape `rounded` if none."""
+    def find(self, need: StepShape, rounded: Callable[[StepShape], StepShape]) -> StepProgram:
+        """The cheapest program that covers `need`; an uncaptured one of its `rounded` shape if
+        none."""
         program = self._found.get(need)
         if program is None:
-            program = self._look_up(need) or self._add(rounded)
+            program = self._look_up(need) or self._add(rounded(need))
             self._found[need] = program
         if self._spent_s.get(program.shape, 0.0) > self.cost.mean_s:
             logger.info("capturing a step while serving", extra={"shape": str(program.shape)})
