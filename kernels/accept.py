@@ -96,14 +96,20 @@ def _acquired(counter):
 
 @triton.jit
 def _wait_until(counter, expected):
-    """Return when *counter >= expected, as `_acquired`, in every thread by itself."""
+    """Return when *counter >= expected, as `_acquired`, in every thread by itself.
+
+    To acquire empties the multiprocessor's first cache, which others use: not at every look.
+    """
     seen = _acquired(counter)
-    while seen < expected:
-        if not INTERPRETING:
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 40; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
-        seen = _acquired(counter)
+    if seen < expected:
+        while seen < expected:
+            if not INTERPRETING:
+                tl.inline_asm_elementwise(
+                    "nanosleep.u32 40; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False,
+                    pack=1,
+                )  # fmt: skip
+            seen = tl.load(counter, volatile=True)
+        _acquired(counter)
 
 
 @triton.jit
@@ -136,10 +142,10 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     vocab_size, num_leaves, num_stops, num_sparse, num_slots, num_parts, num_groups,
     BUCKET: tl.constexpr, BUCKET_PAD: tl.constexpr, LEAVES_PAD: tl.constexpr, KIND: tl.constexpr,
     STOPS_PAD: tl.constexpr, SPARSE_PAD: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    RUN: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    RUN: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sessions x groups of tiles). See the module text."""
-    session, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    """Grid (groups of tiles, sessions). See the module text."""
+    group, session = tl.program_id(0), tl.program_id(1)
     reports = group == num_groups - 1  # the last has the fewest tiles
     # What the launch was given, asked for at once; then what that leads to. One lane a row.
     rows = tl.arange(0, BUCKET_PAD)
@@ -198,9 +204,6 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     # What the leaves hold, asked for at once.
     exponents = tl.load(leaf_exponents + places, seen, other=float("-inf"), cache_modifier=".cg")
     masses = tl.load(leaf_masses + places, seen, other=0, cache_modifier=".cg")
-    best = tl.zeros_like(seed)
-    if WARPS == 1:  # what others found so far: only a bar, but one that all warps must agree on
-        best = tl.load(best_rates + session)
     draft_weight = tl.zeros_like(score)
     if KIND != NO_DRAFT and draft_masses is None:
         draft_places = places + (BUCKET + 1) * num_leaves
@@ -306,7 +309,7 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
         race_group(
             group * TILES, row, stride_id, threshold, draft_row, draft_row_ids, num_sparse,
             stride_di, stride_ii, vocab_size, draft_bar, scale, draft_scale, origin, draft_origin,
-            ratio, rejected, best, best_rates + session, leftovers + session * num_groups + group,
+            ratio, rejected, best_rates + session, leftovers + session * num_groups + group,
             seed, position, base_len, stream, KIND, thresholds is not None,
             draft_thresholds is not None, SPARSE_PAD, RUN, TILES, STAGES,
         )  # fmt: skip
@@ -316,7 +319,7 @@ def _close_kernel(  # noqa: C901 - every program judges before it draws
     tl.store(arrivals + session, 0)
     tl.store(leaves_done + session, 0)  # every program of the session has passed the wait
     if closes:
-        best = tl.atomic_xchg(best_rates + session, tl.zeros_like(best), sem="relaxed")
+        best = tl.atomic_xchg(best_rates + session, tl.zeros_like(seed), sem="relaxed")
         best = race_leftovers(
             leftovers + session * num_groups, num_groups, row, stride_id, threshold, draft_row,
             draft_row_ids, num_sparse, stride_di, stride_ii, vocab_size, draft_bar, scale,

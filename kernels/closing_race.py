@@ -4,9 +4,10 @@ The residual weight [p/P - q/Q]+ is at most p/P, so w(x) / u(x) over the target'
 every rate (`row_state`). A program first bounds all its ids, four at a time: the largest of four
 weights over the least of their words. Of each slot (a place in the runs of a tile) it keeps the
 best bound, its tile, and the second best. Nothing in this pass waits for what another tile or
-program found, and the draft's row is not read. Then each lane looks at the four ids of its best
-slot: q is read there alone, the rates are exact, the best is published and what others published
-comes back; again while a slot left over could still win.
+program found, and the draft's row is not read. Then it looks closely, in rounds: four lanes take
+the best slot of their sixteen, an id each; q is read there alone, the rates are exact, the best is
+published and what others published comes back; again while a slot left over could still win. What
+others found meanwhile is asked for before the first round: most programs then need none.
 
 What no slot kept, at most the best `second`, is left to the program that finishes the session:
 it looks at the tiles of programs whose second could beat the winner, and at all of p where rounding
@@ -119,20 +120,22 @@ def race_slots(
 ):  # fmt: skip
     """The better of `best` (a packed rate) and the winner among the slots.
 
-    Each lane looks at its best slot, while one is left that could win. PUBLISHES: every round's
-    best goes to *published, and what it held comes back.
+    Four lanes look at the best slot of their sixteen, while one is left that could win. PUBLISHES:
+    every round's best goes to *published, and what it held comes back.
     """
-    CALLS: tl.constexpr = RUN // 4
-    tops = tl.reshape(tops, [CALLS, 4])
-    places = tl.reshape(places, [CALLS, 4])
-    four = tl.arange(0, 4)[None, :]
+    FOURS: tl.constexpr = RUN // 16
+    lanes = tl.arange(0, RUN // 4)
+    firsts = tl.reshape(places + tl.arange(0, RUN), [FOURS, 16])  # the first id of each slot
+    tops = tl.reshape(tops, [FOURS, 16])
     own = tl.max(tops, 1)
     while tl.max(own, 0) > bar_of(best):
-        chosen = tl.min(tl.where(tops == own[:, None], four, 4), 1)
-        first = tl.sum(tl.where(four == chosen[:, None], places, 0), 1)
-        first += tl.arange(0, CALLS) * 4 + chosen
-        token = first[:, None] + four * RUN
-        wanted = (own > bar_of(best))[:, None] & (token < vocab_size)
+        first = tl.min(tl.where(tops == own[:, None], firsts, NO_ID), 1)
+        tops = tl.where(firsts == first[:, None], float("-inf"), tops)
+        # A gather, as the compiler would give all four ids of a broadcast slot to each lane.
+        looked = tl.gather(tl.where(own > bar_of(best), first, -1), lanes // 4, 0)
+        own = tl.max(tops, 1)
+        token = looked + (lanes % 4) * RUN
+        wanted = (looked >= 0) & (token < vocab_size)
         score = tl.load(row + token.to(tl.int64) * stride_id, wanted, other=float("-inf"))
         at = draft_row + token.to(tl.int64) * stride_di
         held = tl.zeros_like(score)
@@ -157,14 +160,12 @@ def race_slots(
                 weight = tl.fma(share, -ratio, weight)
         rate = weight * reciprocal(u) * tl.div_rn(u, exponential(u))
         rate = tl.where(wanted & (rate > 0), rate, 0.0).to(tl.int32, bitcast=True)
-        won = tl.max(tl.max(rate, 1), 0)
-        winner = tl.min(tl.min(tl.where(rate == won, token, NO_ID), 1), 0)
+        won = tl.max(rate, 0)
+        winner = tl.min(tl.where(rate == won, token, NO_ID), 0)
         packed = (won.to(tl.int64) << 32) | (winner ^ NO_ID).to(tl.int64)
         best = tl.maximum(best, tl.where(won > 0, packed, 0))
         if PUBLISHES:
             best = tl.maximum(best, tl.atomic_max(published, best, sem="relaxed"))
-        tops = tl.where(four == chosen[:, None], float("-inf"), tops)
-        own = tl.max(tops, 1)
     return best
 
 
@@ -172,7 +173,7 @@ def race_slots(
 def race_group(
     first_tile, row, stride_id, threshold, draft_row, draft_row_ids, num_sparse, stride_di,
     stride_ii, vocab_size, draft_bar, scale, draft_scale, origin, draft_origin, ratio, rejected,
-    best, published, leftover, seed, position, round_key, stream,
+    published, leftover, seed, position, round_key, stream,
     KIND: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     SPARSE_PAD: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -205,6 +206,9 @@ def race_group(
             cut, tops, seconds, places, threshold, scale, origin, seed, position, round_key,
             stream, FILTERED, RUN,
         )  # fmt: skip
+    best = tl.zeros_like(seed)
+    if RUN == 128:  # only a bar, but one that all warps must agree on: there is one
+        best = tl.load(published, volatile=True)
     race_slots(
         tops, places, row, stride_id, threshold, draft_row, draft_row_ids, num_sparse, stride_di,
         stride_ii, vocab_size, draft_bar, scale, draft_scale, origin, draft_origin, ratio,

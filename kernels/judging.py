@@ -133,18 +133,21 @@ def _judge_kernel(
     thresholds, draft, draft_ids, draft_temperatures, draft_thresholds,
     leaf_exponents, leaf_masses, leaf_best, leaf_weights, leaves_done,
     stride_row, stride_id, stride_db, stride_dk, stride_di, stride_ib, stride_ik, stride_ii,
-    vocab_size, num_leaves, num_sparse, num_slots, num_parts,
+    vocab_size, num_leaves, num_sparse, num_slots,
     BUCKET: tl.constexpr, KIND: tl.constexpr, SPARSE_PAD: tl.constexpr, TILE: tl.constexpr,
     RUN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: sessions x their leaves: of target rows, then of draft rows (one for a sparse row)."""
+    """Grid (leaves, rows, sessions): target rows, then draft rows. A sparse row is one leaf, so
+    then it is (leaves of all rows, sessions)."""
     if EARLY and not INTERPRETING:
         gdc_launch_dependents()
-    session, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
-    slot, leaf = part // num_leaves, part % num_leaves
-    if KIND == SPARSE:  # noqa: SIM102 - known when compiled
+    if KIND == SPARSE:
+        part, session = tl.program_id(0), tl.program_id(1)
+        slot, leaf = part // num_leaves, part % num_leaves
         if slot > BUCKET:
             slot, leaf = part - (BUCKET + 1) * (num_leaves - 1), tl.zeros_like(leaf)
+    else:
+        leaf, slot, session = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     partial = (session * num_slots + slot) * num_leaves + leaf
     if slot <= BUCKET:
         first_row = session * (BUCKET + 1)

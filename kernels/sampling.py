@@ -23,6 +23,8 @@ from kernels.draw import _draw_kernel
 from kernels.judging import _judge_kernel
 from kernels.row_state import LEAF, RACE_ROWS, TILE
 
+MOST_SESSIONS = 65535  # of a round: places of a grid along its last axes
+
 
 class Rule(IntEnum):
     """How a session decides: `reference.decide`, `decide_coupled`, or coupled with argmax."""
@@ -149,7 +151,8 @@ def accept(
     logits: bfloat16, float16 or float32 [rows, width], any strides; ids >= vocab_size never win.
     Draft rows and their ids may have any strides too; all other tensors must be contiguous.
     scratch: from `workspace`. Residual sessions with candidates need `draft`; without it they get
-    DRAFT_FAULT. Raises ValueError on shapes, strides or kinds that do not fit.
+    DRAFT_FAULT. Raises ValueError on shapes, strides or kinds that do not fit, and on more than
+    MOST_SESSIONS.
     """
     _require_round(round_)
     num_rows = round_.candidates.shape[0] * (round_.candidates.shape[1] + 1)
@@ -191,6 +194,8 @@ def _require_round(round_: Round) -> None:
     if round_.candidates.ndim != 2:
         raise ValueError(f"candidates has shape {tuple(round_.candidates.shape)}, expected 2 axes")
     batch, bucket = round_.candidates.shape
+    if batch > MOST_SESSIONS:
+        raise ValueError(f"the round has {batch} sessions, at most {MOST_SESSIONS} fit a launch")
     _require_packed("candidates", round_.candidates, (batch, bucket))
     for name in ("num_candidates", "seeds", "base_lens", "rules", "temperatures", "first_rows"):
         _require_packed(name, getattr(round_, name), (batch,))
@@ -239,15 +244,15 @@ def _launch_accept(
     strides = (*logits.stride(), *draft.stride(), *ids_strides)
     num_sparse = draft.shape[-1] if sparse else 0
     sparse_pad = max(32, triton.next_power_of_2(num_sparse))
-    judge, close = judge_launch(logits.device), close_launch(logits.device, sparse)
+    judge, close = judge_launch(logits.device), close_launch(logits.device)
     rows = (
         logits, first_rows, candidates, num_candidates, seeds, base_lens, rules, temperatures,
         thresholds,
     )  # fmt: skip
     drafts = (draft, draft_ids, draft_temperatures, draft_thresholds)
-    _judge_kernel[(batch * num_parts,)](
+    _judge_kernel[(num_parts, batch) if sparse else (num_leaves, num_parts // num_leaves, batch)](
         *rows, *drafts, *partials, leaf_weights, leaves_done, *strides,
-        vocab_size, num_leaves, num_sparse, num_slots, num_parts,
+        vocab_size, num_leaves, num_sparse, num_slots,
         BUCKET=bucket, KIND=kind, SPARSE_PAD=sparse_pad, TILE=TILE.value, RUN=_race_run(judge),
         EARLY=close.early, num_warps=judge.num_warps,
         maxnreg=judge.sum_cap(logits.element_size()),
@@ -256,7 +261,7 @@ def _launch_accept(
     per_program = close.tiles_a_program(batch * num_tiles)
     num_groups = triton.cdiv(num_tiles, per_program)
     leftovers = logits.new_empty(batch, num_groups, dtype=torch.float32)
-    _close_kernel[(batch * num_groups,)](
+    _close_kernel[(num_groups, batch)](
         *rows, stop_ids, *drafts, draft_exponents, draft_masses, *partials, leaf_weights,
         leaves_done, arrivals, best_rates, leftovers, *outputs, *strides,
         vocab_size, num_leaves, stop_ids.shape[1], num_sparse, num_slots, num_parts, num_groups,
@@ -264,7 +269,7 @@ def _launch_accept(
         LEAVES_PAD=max(2, triton.next_power_of_2(num_leaves)), KIND=kind,
         STOPS_PAD=max(2, triton.next_power_of_2(stop_ids.shape[1])), SPARSE_PAD=sparse_pad,
         GROUPS_PAD=max(2, triton.next_power_of_2(num_groups)), RUN=close.run,
-        TILES=per_program * (close.rows // 4), STAGES=close.stages, WARPS=close.num_warps,
+        TILES=per_program * (close.rows // 4), STAGES=close.stages,
         num_warps=close.num_warps, maxnreg=close.max_registers, launch_pdl=close.early,
     )  # fmt: skip
     return (*outputs, *partials[:2])

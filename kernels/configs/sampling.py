@@ -81,14 +81,10 @@ class Search:
 _JUDGE = {"sm_90": Launch(1, max_registers=96, sum_registers=80), "cpu": Launch(16)}
 _JUDGE_FALLBACK = Launch(1)
 _CLOSE = {
-    "sm_90": Launch(1, per_program=8, min_programs=512, max_registers=96, stages=4, early=True),
+    "sm_90": Launch(1, per_program=4, min_programs=512, max_registers=64, stages=4, early=True),
     "cpu": Launch(16),
 }
 _CLOSE_FALLBACK = Launch(1, per_program=8)
-# Over sparse draft rows, whose judging is short: more and lighter programs.
-_CLOSE_SPARSE = {
-    "sm_90": Launch(1, per_program=4, min_programs=512, max_registers=64, stages=4, early=True),
-}
 _SEARCH = {"sm_90": Search(32, 1024, 4), "cpu": Search(32, 1024, 8)}
 _SEARCH_FALLBACK = Search(16, 1024, 4)
 _DRAFT = {"sm_90": Launch(8), "cpu": Launch(16)}
@@ -100,10 +96,9 @@ def judge_launch(device: torch.device) -> Launch:
     return _JUDGE.get(architecture(device), _JUDGE_FALLBACK)
 
 
-def close_launch(device: torch.device, sparse: bool = False) -> Launch:
-    """Launch of the closing draw; sparse: over the ids of sparse draft rows."""
-    launch = _CLOSE_SPARSE.get(architecture(device)) if sparse else None
-    return launch or _CLOSE.get(architecture(device), _CLOSE_FALLBACK)
+def close_launch(device: torch.device) -> Launch:
+    """Launch of the closing draw."""
+    return _CLOSE.get(architecture(device), _CLOSE_FALLBACK)
 
 
 def threshold_launch(device: torch.device) -> Search:

@@ -45,10 +45,6 @@ def _close(launch: Launch) -> Callable[[], None]:
     return lambda: sampling._CLOSE.__setitem__(ARCHITECTURE, launch)
 
 
-def _close_sparse(launch: Launch) -> Callable[[], None]:
-    return lambda: sampling._CLOSE_SPARSE.__setitem__(ARCHITECTURE, launch)
-
-
 def _search(search: Search) -> Callable[[], None]:
     return lambda: sampling._SEARCH.__setitem__(ARCHITECTURE, search)
 
@@ -80,14 +76,14 @@ def trials() -> list[Trial]:
             warps, per_program=per_program, max_registers=registers, stages=4, early=True
         )
         found.append(Trial("S64", f"close {launch}", _close(launch)))
-        found.append(Trial("S64-sparse", f"close {launch}", _close_sparse(launch)))
+        found.append(Trial("S64-sparse", f"close {launch}", _close(launch)))
     for warps in (1, 2, 4):
         found.append(Trial("accept1-sparse", f"judge {warps} warps", _judge(Launch(warps))))
     for programs in (0, 128, 256, 512):
         launch = Launch(
             1, per_program=4, min_programs=programs, max_registers=64, stages=4, early=True
         )
-        found.append(Trial("accept1-sparse", f"close {launch}", _close_sparse(launch)))
+        found.append(Trial("accept1-sparse", f"close {launch}", _close(launch)))
     for warps in (4, 8, 16):
         for case in ("draft1", "draft1-128k", "draft64-128k", "redraw1", "round1"):
             found.append(Trial(case, f"draft {warps} warps", _draft(Launch(warps))))
@@ -153,7 +149,7 @@ def _cases() -> dict[str, bench.Case]:
 
 def _tables() -> list[dict[Any, Any]]:
     return [
-        sampling._JUDGE, sampling._CLOSE, sampling._CLOSE_SPARSE, sampling._SEARCH, layers._LINEAR,
+        sampling._JUDGE, sampling._CLOSE, sampling._SEARCH, layers._LINEAR,
         layers._ROPE, layers._NORM_VALUES,
     ]  # fmt: skip
 

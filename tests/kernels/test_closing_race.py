@@ -24,16 +24,18 @@ TILE = 512  # of a launch of one warp
 NARROW = Launch(1, per_program=2)
 
 
+@pytest.mark.parametrize("apart", [TILE + 128, 1])
 @pytest.mark.parametrize("other", [0.0, 0.1])
-def test_the_second_of_a_slot_wins_where_the_first_leaves_no_residual(
-    device: str, other: float, monkeypatch: pytest.MonkeyPatch
+def test_the_second_best_wins_where_the_first_leaves_no_residual(
+    device: str, other: float, apart: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x and y share a slot of two tiles; q takes all of x, so y wins though x has the higher bound.
+    """q takes all of x, so y wins though x has the higher bound.
 
+    apart: from x to y; they share a slot of two tiles, or four lanes look at their slots in turn.
     other: what a third id holds, in a slot of its own: then a winner stands while y is looked for.
     """
     monkeypatch.setattr(sampling, "close_launch", lambda *_: NARROW)
-    num, vocab_size, x, y, z, refused = 12, 3 * TILE, 37, 37 + TILE + 128, 1300, 5
+    num, vocab_size, x, y, z, refused = 12, 3 * TILE, 37, 37 + apart, 1300, 5
     target = torch.zeros(vocab_size)
     target[[x, y, z]] = torch.tensor([0.5, 0.5 - other, other])
     draft = torch.zeros(vocab_size)

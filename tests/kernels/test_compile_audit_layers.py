@@ -50,8 +50,8 @@ def test_one_byte_weights_become_bfloat16_by_the_fast_way(reports: list[dict[str
 
 
 # Capped so that more of their warps fit a multiprocessor: they may put that many bytes aside, but
-# only where no innermost loop runs (a tile of a coupled row; the end of a session's race).
-MAY_SPILL = {"judge": 8, "close-sparse": 32}
+# only where no innermost loop runs (a tile of a coupled row; around a round of the closing race).
+MAY_SPILL = {"judge": 8, "close-logits-torch.float32": 8}
 
 
 def test_no_kernel_spills(reports: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import DraftKind, DraftRows, accept, draw, workspace
+from kernels.sampling import MOST_SESSIONS, DraftKind, DraftRows, accept, draw, workspace
 from tests.kernels.rounds import round_of
 
 BATCH, BUCKET, VOCAB = 2, 3, 64
@@ -70,6 +70,14 @@ def test_accept_refuses_what_is_not_packed(
     blamed = "num_candidates" if (name, change) == ("candidates", too_short) else name
     with pytest.raises(ValueError, match=rf"^{blamed} (has|holds)"):
         accept(logits, round_, draft, VOCAB, scratch)
+
+
+def test_accept_refuses_more_sessions_than_a_grid_has_places() -> None:
+    """Refused by name before anything is launched, and not by the driver."""
+    round_ = round_of(torch.zeros(MOST_SESSIONS + 1, 1, dtype=torch.int64))
+    logits = torch.zeros(1, VOCAB).expand(2 * (MOST_SESSIONS + 1), VOCAB)
+    with pytest.raises(ValueError, match="65536 sessions"):
+        accept(logits, round_, None, VOCAB, workspace(1, "cpu"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
