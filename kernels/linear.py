@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.configs.layers import launches_early, linear_tiles
 from kernels.fp8_weight import Fp8Weight
 from kernels.linear_kernels import _finish_kernel, _linear_kernel
+from kernels.linear_persistent import fits_persistent, launch_persistent
 from kernels.linear_specialised import fits, launch_specialised
 
 BLOCK_K = 64
@@ -126,6 +127,12 @@ def launch_product(
     if own is not None and is_bare and fits(x, weight, chunk, split, own):
         launch_specialised(x, weight, residual, out, partials, chunk, own, early)
         return partials
+    lasting = tiles.persistent
+    is_bare = scale is None and bias is None and residual is None and num_chunks == 1
+    is_bare = is_bare and activation in ("none", "swiglu")
+    if lasting is not None and is_bare and fits_persistent(x, weight, lasting):
+        launch_persistent(x, weight, out, swiglu, lasting, early)
+        return None
     describe = (
         tiles.descriptors
         and _can_describe(weight, tiles.block_n)

@@ -39,7 +39,7 @@ STEP_K = gl.constexpr(64)  # columns of K a stage
 # Of a second warpgroup and of the copying warp; the first gets the rest.
 _REGISTERS = (240, 24)
 TILE_ROWS = ROWS.value + MORE.value
-_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def _copy_weights(weight, w_tiles, full, stage, first_column, k, GROUPS: gl.cons
 
 
 @gluon.jit
-def _copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k):
+def copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k):
     tma.async_copy_global_to_shared(x, [first_row, k], full.index(stage), x_tiles.index(stage))
     tma.async_copy_global_to_shared(
         more_x, [first_row + ROWS, k], full.index(stage), more_tiles.index(stage)
@@ -80,14 +80,14 @@ def _copy(weight, x, more_x, w_tiles, x_tiles, more_tiles, full, empty, first_ro
         gdc_wait()
     for ahead in gl.static_range(STAGES):
         k = first_k + ahead * STEP_K
-        _copy_rows(x, more_x, x_tiles, more_tiles, full, ahead, first_row, k)
+        copy_rows(x, more_x, x_tiles, more_tiles, full, ahead, first_row, k)
     for step in range(STAGES, (last_k - first_k) // STEP_K):
         stage = step % STAGES
         k = first_k + step * STEP_K
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), NUM_BYTES)
         _copy_weights(weight, w_tiles, full, stage, first_column, k, GROUPS)
-        _copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k)
+        copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k)
 
 
 @gluon.jit
@@ -233,7 +233,7 @@ def grid_of(num_rows: int, width: int, num_chunks: int, groups: int) -> tuple[in
     return row_tiles, column_tiles, row_tiles * column_tiles * num_chunks
 
 
-def _can_describe(tensor: Tensor) -> bool:
+def can_describe(tensor: Tensor) -> bool:
     """Whether bulk copies may read it: rows that begin on 16 bytes."""
     begins_well = tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
     return begins_well and tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0
@@ -248,15 +248,15 @@ def fits(x: Tensor, weight: Tensor, chunk: int, split: bool, own: Specialised) -
     width, depth = weight.shape
     num_chunks = depth // chunk if split else 1
     return (
-        x.dtype in _TYPES
+        x.dtype in TYPES
         and weight.dtype is x.dtype
         and width % (COLUMNS.value * own.groups) == 0
         and depth % chunk == 0
         and chunk % STEP_K.value == 0
         and chunk // STEP_K.value >= own.num_stages
         and grid_of(x.shape[0], width, num_chunks, own.groups)[2] <= own.most_programs
-        and _can_describe(x)
-        and _can_describe(weight)
+        and can_describe(x)
+        and can_describe(weight)
     )
 
 
@@ -268,7 +268,7 @@ def launch_specialised(
     `partials` where given, for tensors that `fits` accepts; residual [num_rows, width] has
     contiguous rows and out is contiguous."""
     num_rows, depth = x.shape
-    width, element = weight.shape[0], _TYPES[x.dtype]
+    width, element = weight.shape[0], TYPES[x.dtype]
     num_chunks = depth // chunk
     row_tiles, column_tiles, programs = grid_of(
         num_rows, width, 1 if partials is None else num_chunks, own.groups

@@ -33,6 +33,13 @@ class Specialised:
 
 
 @dataclass(frozen=True, slots=True)
+class Persistent:
+    """Launch of `linear_persistent`: one program a multiprocessor."""
+
+    num_programs: int = 132
+
+
+@dataclass(frozen=True, slots=True)
 class LinearTiles:
     """Output tile, launch shape, and whether programs split the chunks of K among them.
 
@@ -43,7 +50,8 @@ class LinearTiles:
     with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
     asked for before the kernel ahead has ended, a power of two. specialised: plain products that
-    fit take `linear_specialised`, split or not as here.
+    fit take `linear_specialised`, split or not as here. persistent: those of one chunk that fit,
+    plain or with SwiGLU, take `linear_persistent`.
     """
 
     block_m: int
@@ -59,6 +67,7 @@ class LinearTiles:
     ahead: int = 0
     ordered: bool = False
     specialised: Specialised | None = None
+    persistent: Persistent | None = None
 
 
 _ROPE = {"sm_90": RopeLaunch(16, 4), "cpu": RopeLaunch(4, 4)}
@@ -85,11 +94,16 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
         (32, LinearTiles(32, 64, 4, 2, block_k=128, turned=True, descriptors=True, split=True)),
         (64, LinearTiles(64, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
         (128, LinearTiles(128, 64, 4, 3, turned=True, descriptors=True)),
+        (320, LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True,
+                          persistent=Persistent())),
         (1 << 62, LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True)),
     ],
     ("sm_90", "wide"): [
         *_FEW,
-        (160, LinearTiles(128, 128, 8, 3, more_m=32, turned=True, descriptors=True)),
+        (160, LinearTiles(128, 128, 8, 3, more_m=32, turned=True, descriptors=True,
+                          persistent=Persistent())),
+        (320, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True,
+                          persistent=Persistent())),
         (1 << 62, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True)),
     ],
     ("sm_90", "middle"): [

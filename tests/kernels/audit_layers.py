@@ -20,6 +20,7 @@ from kernels import (
     draft_rows,
     linear,
     linear_norm,
+    linear_persistent,
     linear_specialised,
     norm,
     penalties,
@@ -146,6 +147,7 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
         with (
             recorded(linear, "_linear_kernel", "_finish_kernel") as launches,
             mock.patch.object(linear, "fits", return_value=False),  # specialised ones come apart
+            mock.patch.object(linear, "fits_persistent", return_value=False),
         ):
             linear._launch_linear(meta(rows, depth), weight, scale, None, None, activation, True)
         yield f"{name}-{activation}-{width}x{depth}-{rows}", launches[0]
@@ -179,6 +181,21 @@ def specialised_launches() -> Iterator[tuple[str, Launch]]:
         yield f"specialised-{width}x{depth}-{rows}-{dtype}", launches[0]
 
 
+def persistent_launches() -> Iterator[tuple[str, Launch]]:
+    """Gate and up, and a head, of an 8B model: tiles of four units alone, and of three as well."""
+    for rows, width, activation, dtype in (
+        (160, 28672, "swiglu", torch.bfloat16), (320, 28672, "swiglu", torch.bfloat16),
+        (320, 28672, "swiglu", torch.float16), (160, 128256, "none", torch.bfloat16),
+        (320, 128256, "none", torch.bfloat16),
+    ):  # fmt: skip
+        with recorded(linear_persistent, "_persistent_linear_kernel") as launches:
+            linear._launch_linear(
+                meta(rows, 4096, dtype=dtype), meta(width, 4096, dtype=dtype), None, None, None,
+                activation, True,
+            )  # fmt: skip
+        yield f"persistent-{activation}-{rows}-{dtype}", launches[0]
+
+
 def layer_launches() -> Iterator[tuple[str, Launch]]:
     with (
         recorded(linear_norm, "_finish_norm_kernel") as launches,
@@ -204,7 +221,8 @@ def layer_launches() -> Iterator[tuple[str, Launch]]:
 
 def main() -> None:
     for name, launch in (
-        *sampling_launches(), *linear_launches(), *specialised_launches(), *layer_launches(),
+        *sampling_launches(), *linear_launches(), *specialised_launches(),
+        *persistent_launches(), *layer_launches(),
     ):  # fmt: skip
         report = {"name": name, **asdict(compile_launch(launch))}
         sys.stdout.write(json.dumps(report) + "\n")

@@ -1,10 +1,11 @@
-"""A model of the part of Gluon that `linear_specialised` is written in, on torch tensors.
+"""A model of the part of Gluon that `linear_specialised` and `linear_persistent` are written in, on
+torch tensors.
 
 The kernel's own functions run, as Python, in a thread a partition; one runs at a time, until it
-waits at a barrier. Copies are done where they are asked for, products no sooner than they are
-waited for, and a barrier counts arrivals and bytes as the device's do: a tile that is given away
-too soon, or asked for too late, gives a wrong sum or a deadlock, which raises. What the compiler
-makes of the text is not modelled.
+waits at a barrier. Copies into shared memory are done where they are asked for, those out of it and
+products no sooner than they are waited for, and a barrier counts arrivals and bytes as the device's
+do: a tile that is given away too soon, or asked for too late, gives a wrong sum or a deadlock,
+which raises. What the compiler makes of the text is not modelled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Values(Tensor):
     def __iadd__(self, other: Tensor) -> Tensor:  # type: ignore[override,misc]  # a new tensor
         return self + other
 
+    def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # Gluon's, of a last side of 2
+        return self.unbind(-1)
+
 
 @dataclass
 class Tile:
@@ -50,6 +54,10 @@ class Tile:
 
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.data.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: None) -> Tile:
+        assert dtype is self.dtype
+        return Tile(self.data.view(shape))
 
     def store(self, own: Tensor) -> None:
         assert self.data.shape == own.shape
@@ -140,6 +148,7 @@ class Model:
     """One program's partitions and what they wait for. first: which partition runs first."""
 
     program: int
+    programs: int
     first: int
     turn: threading.Condition = field(default_factory=threading.Condition)
     alive: int = 0
@@ -166,23 +175,35 @@ class Model:
             barrier.check()
             self.turn.notify_all()
 
-    def expect(self, barrier: Barrier, num_bytes: int) -> None:
-        barrier.num_bytes += int(num_bytes)
-        self.arrive(barrier)
+    def expect(self, barrier: Barrier, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            barrier.num_bytes += int(num_bytes)
+            self.arrive(barrier)
 
-    def load(self, source: Described, at: Sequence[Any], barrier: Barrier, place: Tile) -> None:
+    def load(
+        self, source: Described, at: Sequence[Any], barrier: Barrier, place: Tile, pred: Any = True
+    ) -> None:
+        if not pred:
+            return
         block = source.inside(at)
         assert list(place.data.shape) == source.block
         place.data.zero_()
-        place.data[: block.shape[0], : block.shape[1]] = block
+        place.data[tuple(slice(size) for size in block.shape)] = block
         barrier.num_bytes -= place.data.numel() * place.data.element_size()
         barrier.check()
         self.turn.notify_all()
 
     def store(self, target: Described, at: Sequence[Any], place: Tile) -> None:
-        block = target.inside(at)
         assert list(place.data.shape) == target.block
-        block.copy_(place.data[: block.shape[0], : block.shape[1]])
+        self.local.stores = [*getattr(self.local, "stores", []), (target.inside(at), place.data)]
+
+    def wait_stores(self, pending: int) -> None:
+        stores = getattr(self.local, "stores", [])
+        done = max(0, len(stores) - pending)
+        for block, data in stores[:done]:
+            assert bool(block.isnan().all()), "a place is written twice"
+            block.copy_(data[tuple(slice(size) for size in block.shape)])
+        self.local.stores = stores[done:]
 
     def multiply(
         self, weights: Tile, rows: Tile, sums: Any, *, use_acc: Any, is_async: bool
@@ -206,6 +227,7 @@ class Model:
             with self.turn:
                 try:
                     function(*arguments)
+                    assert not getattr(self.local, "stores", []), "a store is not waited for"
                 except BaseException as error:  # noqa: BLE001 - it is raised below
                     self.errors.append(error)
                 self.alive -= 1
@@ -244,14 +266,20 @@ def _initialise(barrier: Barrier, count: int) -> None:
     barrier.count = count
 
 
-def _globals(module: types.ModuleType, model: Model) -> dict[str, Any]:
+def _affirm(condition: bool) -> None:
+    assert condition
+
+
+def names_in(module: types.ModuleType, model: Model) -> dict[str, Any]:
     """The module's names with Gluon's by the model's, and its device functions as plain ones."""
     language = types.SimpleNamespace(
         static_range=range, constexpr=lambda value: value, float32=torch.float32,
         int64=torch.int64, to_tensor=lambda value: value, program_id=lambda _axis: torch.tensor(
             model.program
         ),
-        num_programs=None, load=_load, store=_store, thread_barrier=lambda: None,
+        num_programs=lambda _axis: model.programs, maximum=max,
+        where=lambda condition, one, other: one if condition else other, exp=torch.exp,
+        static_assert=_affirm, load=_load, store=_store, thread_barrier=lambda: None,
         arange=lambda first, end, _layout: torch.arange(first, end),
         full=lambda shape, value, dtype, _layout: torch.full(
             shape, value, dtype=dtype
@@ -270,7 +298,7 @@ def _globals(module: types.ModuleType, model: Model) -> dict[str, Any]:
         ),
         "tma": types.SimpleNamespace(
             async_copy_global_to_shared=model.load, async_copy_shared_to_global=model.store,
-            store_wait=lambda _pending: None,
+            store_wait=model.wait_stores,
         ),
         "warpgroup_mma": model.multiply, "warpgroup_mma_wait": model.wait_products,
         "fence_async_shared": lambda: None, "gdc_wait": lambda: None,
@@ -293,5 +321,5 @@ def run_launch(module: types.ModuleType, launch: Launch, programs: int, first: i
         elif isinstance(value, Tensor):
             own[name] = Pointer(value)
     for program in itertools.chain(range(1, programs), range(1)):
-        made = _globals(module, Model(program, first))
+        made = names_in(module, Model(program, programs, first))
         made[launch.kernel.fn.__name__](**own)

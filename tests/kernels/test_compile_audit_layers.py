@@ -13,7 +13,7 @@ import pytest
 NAMES = (
     "judge", "close", "draw", "groups", "threshold", "penalize", "survey", "keep", "redraw",
     "report", "linear-swiglu", "linear-none", "linear-fp8-swiglu", "linear-fp8-none", "other-fp8",
-    "specialised", "finish", "end-norm", "norm", "rope",
+    "specialised", "persistent", "finish", "end-norm", "norm", "rope",
 )  # fmt: skip
 
 
@@ -32,8 +32,9 @@ def test_linear_layers_use_one_family_of_tensor_cores_and_asynchronous_copies(
 ) -> None:
     """Every linear launch, whatever its rows and bytes a weight, multiplies by wgmma alone: one
     family, one set of bits; and its tiles arrive by asynchronous or bulk copies."""
-    linears = [report for report in reports if report["name"].startswith(("linear", "specialised"))]
-    assert len(linears) == 15 + 20 + 5
+    kinds = ("linear", "specialised", "persistent")
+    linears = [report for report in reports if report["name"].startswith(kinds)]
+    assert len(linears) == 15 + 20 + 5 + 5
     for report in linears:
         assert report["wgmma"] > 0, report
         assert report["mma"] == 0, report
