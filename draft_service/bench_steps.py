@@ -7,13 +7,14 @@ import gc
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from draft_service.device_proposer import MAX_CATCH_UP, DeviceProposer
 from kernels.sampling import Rule
-from specmesh.bench import steps
+from specmesh.bench import steps, transformers_steps
 from specmesh.engine.step_programs import StepProgram, StepShape
 
 NUM_CANDIDATES = 4
@@ -40,35 +41,48 @@ def _pack(program: StepProgram) -> None:
     host["base_lens"][:] = host["context_lens"]
 
 
+def _measure(
+    case: steps.StepCase, options: argparse.Namespace, reports: list[dict[str, Any]]
+) -> None:
+    """Append a case's report and, at batch 1, its baseline's."""
+    device = torch.device("cuda")
+    decoder = steps.load(case.model, device)
+    side = DeviceProposer(decoder.spec.vocab_size, 65, 8, device)
+    ours = steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
+    reports.append(ours)
+    steps.show(ours)
+    del decoder, side
+    gc.collect()
+    torch.cuda.empty_cache()
+    if options.baseline and case.shape.num_seqs == 1:
+        for _, report in transformers_steps.measure(
+            case.model, [(1, 1)], case.context, device, options.baseline_mode
+        ):
+            # Steps of one row: what its generate does for as many candidates, without sampling.
+            ours["baseline"] = transformers_steps.beside(report, NUM_CANDIDATES)
+            reports.append(report)
+            steps.show(report)
+
+
 def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="draft_service.bench_steps", description=__doc__)
     parser.add_argument("--only", default="", help="ends of cases' names, by commas")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
-    parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
+    transformers_steps.add_options(parser)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
-    device = torch.device("cuda")
-    reports = []
-    for case in (case for case in CASES if steps.is_wanted(case, options.only)):
-        decoder = steps.load(case.model, device)
-        side = DeviceProposer(decoder.spec.vocab_size, 65, 8, device)
-        report = steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
-        reports.append(report)
-        del decoder, side
-        gc.collect()
-        torch.cuda.empty_cache()
-        if options.baseline and case.shape.num_seqs == 1:
-            # Four steps of one row: what its generate does for four candidates, without sampling.
-            for _, measured in steps.transformers_steps(case.model, [(1, 1)], case.context, device):
-                report["baseline"] = {
-                    "name": "transformers compiled layers + CUDA graph, 4 steps, no sampling",
-                    "value": NUM_CANDIDATES * measured.median,
-                    "p20": NUM_CANDIDATES * measured.p20,
-                    "p80": NUM_CANDIDATES * measured.p80,
-                }
-    command = shlex.join(["python", "-m", "draft_service.bench_steps", *argv])
-    steps.write(reports, options.output, command)
+    cases = [case for case in CASES if steps.is_wanted(case, options.only)]
+    if options.baseline and not any(case.shape.num_seqs == 1 for case in cases):
+        parser.error("--baseline: no case that is wanted has a batch of 1")
+    transformers_steps.check_options(parser, options)
+    reports: list[dict[str, Any]] = []
+    try:
+        for case in cases:
+            _measure(case, options, reports)
+    finally:  # what was measured stays, if a later case or a baseline fails
+        command = shlex.join(["python", "-m", "draft_service.bench_steps", *argv])
+        steps.save(reports, options.output, command)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import gc
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.sampling import Rule
-from specmesh.bench import steps
+from specmesh.bench import steps, transformers_steps
 from specmesh.engine.step_programs import StepProgram, StepShape
 from specmesh.engine.weights import WeightDtype
 from target_service.device_verifier import DeviceVerifier
@@ -23,6 +24,7 @@ BARS = {  # (batch, rows) -> milliseconds
     (1, 5): 4.5, (8, 5): 5.0, (32, 5): 6.3, (64, 5): 10.0,
 }  # fmt: skip
 NUM_IDS = 1024
+DEVICE = torch.device("cuda")
 
 
 def cases_of(model: str, weight_dtype: WeightDtype = "model") -> list[steps.StepCase]:
@@ -56,6 +58,25 @@ def _pack(program: StepProgram) -> None:
         host["candidates"][:] = host["draft_ids"][..., 0]
 
 
+def _measure(
+    cases: Sequence[steps.StepCase], options: argparse.Namespace, reports: list[dict[str, Any]]
+) -> None:
+    """Append a report a case; the decoder is gone from the device afterwards."""
+    decoder = steps.load(
+        options.model, DEVICE, invariant=not options.library, weight_dtype=options.weight_dtype
+    )
+    side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, DEVICE)
+    for case in cases:
+        report = steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
+        reports.append(report)
+        steps.show(report)
+        gc.collect()
+        torch.cuda.empty_cache()
+    del decoder, side
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main(argv: list[str]) -> int:
     """Measure; return the exit status."""
     parser = argparse.ArgumentParser(prog="target_service.bench_steps", description=__doc__)
@@ -66,45 +87,41 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", help="ends of cases' names, by commas")
     parser.add_argument("--library", action="store_true", help="cuBLAS: no invariance")
     parser.add_argument("--parts", action="store_true", help="time by kind of kernel")
-    parser.add_argument("--baseline", action="store_true", help="transformers, compiled + graph")
+    transformers_steps.add_options(parser)
+    parser.add_argument(
+        "--baseline-batches", default="1", help="batches that --baseline covers, by commas (1)"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     if options.library and options.weight_dtype == "fp8":
         parser.error("cuBLAS takes no fp8 weights: --library measures --weight-dtype model")
-    device = torch.device("cuda")
-    decoder = steps.load(
-        options.model, device, invariant=not options.library, weight_dtype=options.weight_dtype
-    )
-    side = DeviceVerifier(decoder.spec.vocab_size, 65, 8, device)
     cases = [
         case
         for case in cases_of(options.model, options.weight_dtype)
         if steps.is_wanted(case, options.only)
     ]
+    batches = options.baseline_batches.split(",")
+    shapes = [(case.shape.num_seqs, case.shape.max_query_len) for case in cases]
+    compared = [shape for shape in shapes if options.baseline and str(shape[0]) in batches]
+    if not options.baseline and batches != ["1"]:
+        parser.error("--baseline-batches says what --baseline covers, which was not asked for")
+    if options.baseline and not compared:
+        parser.error("--baseline: no case that is wanted has one of --baseline-batches")
+    transformers_steps.check_options(parser, options)
     reports: list[dict[str, Any]] = []
-    for case in cases:
-        reports.append(
-            steps.measure(case, decoder, side.sampler, side.clear, _pack, parts=options.parts)
-        )
-        gc.collect()
-        torch.cuda.empty_cache()
-    del decoder, side
-    gc.collect()
-    torch.cuda.empty_cache()
-    if options.baseline:
-        by_shape = {
-            (case.shape.num_seqs, case.shape.max_query_len): report
-            for case, report in zip(cases, reports, strict=True)
-        }
-        for key, measured in steps.transformers_steps(
-            options.model, list(by_shape), steps.CONTEXT, device
-        ):
-            by_shape[key]["baseline"] = {
-                "name": "transformers compiled layers + CUDA graph",
-                "value": measured.median, "p20": measured.p20, "p80": measured.p80,
-            }  # fmt: skip
-    command = shlex.join(["python", "-m", "target_service.bench_steps", *argv])
-    steps.write(reports, options.output, command)
+    try:
+        _measure(cases, options, reports)
+        by_shape = dict(zip(shapes, reports, strict=True))
+        if compared:
+            for shape, report in transformers_steps.measure(
+                options.model, compared, steps.CONTEXT, DEVICE, options.baseline_mode
+            ):
+                by_shape[shape]["baseline"] = transformers_steps.beside(report)
+                reports.append(report)
+                steps.show(report)
+    finally:  # what was measured stays, if a later case or the baseline fails
+        command = shlex.join(["python", "-m", "target_service.bench_steps", *argv])
+        steps.save(reports, options.output, command)
     return 0
 
 

@@ -1,31 +1,28 @@
-"""Time of one captured step on a GPU, by parts, beside transformers on the same shapes.
+"""Time of one captured step on a GPU, by parts.
 
 `python -m target_service.bench_steps` and `python -m draft_service.bench_steps` run it with the
 sampler of their role. Weights are random and made on the device; contexts are filled pages. Owns
-shapes, timing and the baseline; knows roles only as samplers.
+shapes and timing; knows roles only as samplers. The baseline is `transformers_steps.py`.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kernels.bench import versions
 from specmesh.engine.compile_ahead import RandomWeights
 from specmesh.engine.decoder import Decoder
-from specmesh.engine.families import spec_from_config
+from specmesh.engine.families import ModelSpec, spec_from_config
 from specmesh.engine.kv_cache import PAGE_SIZE
 from specmesh.engine.program_set import ProgramSet
 from specmesh.engine.step_programs import Sampler, StepProgram, StepShape
@@ -34,7 +31,6 @@ from specmesh.engine.weights import WeightDtype, weight_bytes
 BANDWIDTH = 4.3e12  # bytes a second, a device copy on an H200, read and written
 CONTEXT = 600  # tokens of every sequence
 NUM_SAMPLES = 30
-CACHE_LEN = 1024  # of the baseline's static cache: the context and what its calls add
 WARM_UP = 5
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -88,16 +84,27 @@ def is_wanted(case: StepCase, only: str) -> bool:
     return any(case.name.endswith(end) for end in only.split(","))
 
 
-def device_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> Measured:
-    """Time on the device between events around `run`."""
+def _nothing() -> None:
+    pass
+
+
+def device_times(
+    run: Callable[[], object],
+    num_samples: int = NUM_SAMPLES,
+    *,
+    before: Callable[[], object] = _nothing,
+) -> Measured:
+    """Time on the device between events around `run`; that of `before` is not counted."""
     for _ in range(WARM_UP):
+        before()
         run()
     samples = []
     for _ in range(num_samples):
+        before()
         make: Any = torch.cuda.Event  # untyped in torch
         begin, end = make(enable_timing=True), make(enable_timing=True)
         lead: Any = torch.cuda._sleep
-        lead(200_000)  # the host is ahead: launches cost nothing
+        lead(1_000_000)  # half a millisecond: the host is ahead, launches cost nothing
         begin.record()
         run()
         end.record()
@@ -106,10 +113,16 @@ def device_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> M
     return Measured.of(samples)
 
 
-def wall_times(run: Callable[[], object], num_samples: int = NUM_SAMPLES) -> Measured:
-    """Wall time of `run`, which waits for the device itself."""
+def wall_times(
+    run: Callable[[], object],
+    num_samples: int = NUM_SAMPLES,
+    *,
+    before: Callable[[], object] = _nothing,
+) -> Measured:
+    """Wall time of `run`, which waits for the device itself; that of `before` is not counted."""
     samples = []
     for _ in range(num_samples):
+        before()
         started = time.perf_counter()
         run()
         samples.append((time.perf_counter() - started) * 1e3)
@@ -155,14 +168,22 @@ def fill(program: StepProgram, context: int, clear: Callable[[dict[str, Any]], N
     host["cu_seqlens"][:] = np.arange(shape.num_seqs + 1) * queries
 
 
+def pass_floor_ms(
+    spec: ModelSpec, dtype: torch.dtype, weight_dtype: WeightDtype, num_tokens: int
+) -> float:
+    """Of one pass: weights once and K/V of num_tokens tokens, at the bandwidth of a copy."""
+    num_bytes = weight_bytes(spec, dtype, weight_dtype)
+    if not spec.tie_embeddings:  # a few rows of it are read
+        num_bytes -= dtype.itemsize * spec.num_embeddings * spec.hidden_size
+    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_tokens
+    return (num_bytes + dtype.itemsize * kv) / BANDWIDTH * 1e3
+
+
 def floor_ms(decoder: Decoder, case: StepCase) -> float:
     """Weights once a pass and the K/V of every context, at the bandwidth of a copy."""
-    spec, shape, item = decoder.spec, case.shape, decoder.dtype.itemsize
-    num_bytes = weight_bytes(spec, decoder.dtype, decoder.weight_dtype)
-    if not spec.tie_embeddings:
-        num_bytes -= item * spec.num_embeddings * spec.hidden_size  # a few rows of it are read
-    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * case.context * shape.num_seqs
-    return shape.num_passes * (num_bytes + item * kv) / BANDWIDTH * 1e3
+    num_tokens = case.context * case.shape.num_seqs
+    one = pass_floor_ms(decoder.spec, decoder.dtype, decoder.weight_dtype, num_tokens)
+    return case.shape.num_passes * one
 
 
 def by_parts(program: StepProgram) -> dict[str, float]:
@@ -241,108 +262,24 @@ def measure(
     return report
 
 
-def transformers_step(
-    baseline: Any, batch: int, rows: int, context: int, device: torch.device
-) -> Callable[[], Tensor]:
-    """One step of transformers' model on a static cache: logits of `rows` tokens a sequence.
-
-    The cache starts with `context` tokens of zeros, which take as long as others; each call adds
-    its rows.
-    """
-    from transformers import StaticCache
-
-    config = baseline.config
-    make_cache: Any = StaticCache
-    cache = make_cache(config=config, max_cache_len=CACHE_LEN)
-    cache.early_initialization(
-        batch, config.num_key_value_heads, config.head_dim, baseline.dtype, device
+def show(report: dict[str, Any]) -> None:
+    """Print a report's line at once."""
+    bar = "" if report["bar"] is None else f" bar {report['bar']:.2f}"
+    error = report.get("relative_error")
+    beside = "" if error is None else f" relative error {error:.1e}"
+    sys.stdout.write(
+        f"{report['name']:24s} {report['value']:.3f} [{report['p20']:.3f} {report['p80']:.3f}] "
+        f"ms, wall {report['wall']:.3f}, floor {report['floor']:.3f}{bar}{beside} "
+        f"first {report['first_use_s']:.1f}s {report.get('parts_us', '')}\n"
     )
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(context)
-    new = torch.randint(0, 100, (batch, rows), device=device)
-    positions = torch.arange(context, context + rows, device=device)[None]
-
-    def step() -> Tensor:
-        result: Tensor = baseline(
-            new, past_key_values=cache, position_ids=positions, use_cache=True
-        ).logits
-        return result
-
-    return step
+    sys.stdout.flush()
 
 
-def transformers_model(model: str, device: torch.device) -> Any:
-    """transformers' Llama of a named shape: random bfloat16 weights, torch's attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = {k: v for k, v in CONFIGS[model].items() if k != "architectures"}
-    make_config: Any = LlamaConfig
-    make_model: Any = LlamaForCausalLM
-    config = make_config(**fields, attn_implementation="sdpa", dtype=torch.bfloat16)
-    with torch.device(device):
-        return make_model(config).to(torch.bfloat16).eval()
-
-
-@contextmanager
-def layers_compiled(baseline: Any, num_shapes: int, backend: Any = "inductor") -> Iterator[None]:
-    """Compile every layer of transformers' model at every one of num_shapes shapes it is run at.
-
-    A layer's index is a constant to the compiler, which gives up after eight versions of a layer
-    and runs the others uncompiled, without a word: here the limit is all of them, and past it an
-    error.
-    """
-    for layer in baseline.model.layers:
-        layer.compile(dynamic=False, backend=backend)
-    limit = len(baseline.model.layers) * num_shapes
-    limits: Any = torch._dynamo.config
-    with limits.patch(
-        recompile_limit=limit,
-        accumulated_recompile_limit=8 * limit,
-        fail_on_recompile_limit_hit=True,
-    ):
-        yield
-
-
-def transformers_steps(
-    model: str, cases: Sequence[tuple[int, int]], context: int, device: torch.device
-) -> Iterator[tuple[tuple[int, int], Measured]]:
-    """transformers' Llama with compiled layers in a CUDA graph: (batch, rows) -> device time.
-
-    Logits of every row, random weights of the same shape, a static cache.
-    """
-    baseline = transformers_model(model, device)
-    with layers_compiled(baseline, len(cases)):
-        for batch, rows in cases:
-            step = transformers_step(baseline, batch, rows, context, device)
-            with torch.inference_mode():
-                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(2):
-                        step()
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step()
-                yield (batch, rows), device_times(graph.replay)
-            del graph, step
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def write(reports: Sequence[dict[str, Any]], path: Path | None, command: str) -> None:
-    """Print a table; append JSON lines to `path`."""
+def save(reports: Sequence[dict[str, Any]], path: Path | None, command: str) -> None:
+    """Append JSON lines to `path`."""
+    if path is None or not reports:
+        return
     common = {"versions": versions(), "command": command}
-    for report in reports:
-        bar = "" if report["bar"] is None else f" bar {report['bar']:.2f}"
-        baseline = report["baseline"]
-        beside = "" if baseline is None else f" transformers {baseline['value']:.3f}"
-        sys.stdout.write(
-            f"{report['name']:24s} {report['value']:.3f} [{report['p20']:.3f} {report['p80']:.3f}] "
-            f"ms, wall {report['wall']:.3f}, floor {report['floor']:.3f}{bar}{beside} "
-            f"first {report['first_use_s']:.1f}s {report.get('parts_us', '')}\n"
-        )
-    if path is not None:
-        with path.open("a") as lines:
-            for report in reports:
-                lines.write(json.dumps(report | common) + "\n")
+    with path.open("a") as lines:
+        for report in reports:
+            lines.write(json.dumps(report | common) + "\n")

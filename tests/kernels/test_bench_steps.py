@@ -1,9 +1,6 @@
-"""What the step benchmarks measure: the cases asked for, and a baseline compiled throughout."""
+"""What the step benchmarks measure: the cases asked for."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -52,34 +49,3 @@ def test_steps_over_fp8_weights_are_cases_of_their_own(
         steps.floor_ms(each, case) for each, case in zip(decoders, (plain[0], fp8[0]), strict=True)
     ]
     assert floors[0] - floors[1] == pytest.approx(saved / steps.BANDWIDTH * 1e3)
-
-
-def test_every_layer_of_the_baseline_is_compiled_at_every_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ten layers at two shapes are twenty compilations, beyond the compiler's usual limit of eight;
-    steps give logits of every row and fill the cache behind the context."""
-    pytest.importorskip("transformers")
-    small = {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 100, "num_hidden_layers": 10,
-    }  # fmt: skip
-    monkeypatch.setitem(steps.CONFIGS, "small", steps.CONFIGS["4layer"] | small)
-    compiled: list[Any] = []
-
-    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
-        compiled.append(graph)
-        return graph.forward  # type: ignore[no-any-return]  # the graph as it was traced
-
-    cpu = torch.device("cpu")
-    model = steps.transformers_model("small", cpu)
-    shapes = [(1, 1), (2, 3)]
-    with steps.layers_compiled(model, len(shapes), backend), torch.inference_mode():
-        for index, (batch, rows) in enumerate(shapes):
-            step = steps.transformers_step(model, batch, rows, 600, cpu)
-            for _ in range(2):
-                logits = step()
-            assert logits.shape == (batch, rows, 100)
-            assert bool(torch.isfinite(logits).all())
-            assert len(compiled) == 10 * (index + 1)
-    torch._dynamo.reset()
