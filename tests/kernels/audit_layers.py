@@ -30,6 +30,7 @@ from kernels import (
     sampling,
     shaping,
 )
+from kernels.configs import layers
 from kernels.fp8_weight import FP8
 from kernels.sampling import DraftKind
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
@@ -188,7 +189,10 @@ def persistent_launches() -> Iterator[tuple[str, Launch]]:
         (320, 28672, "swiglu", torch.float16), (160, 128256, "none", torch.bfloat16),
         (320, 128256, "none", torch.bfloat16),
     ):  # fmt: skip
-        with recorded(linear_persistent, "_persistent_linear_kernel") as launches:
+        with (
+            recorded(linear_persistent, "_persistent_linear_kernel") as launches,
+            mock.patch.object(layers, "RUNS_PERSISTENT", new=True),
+        ):
             linear._launch_linear(
                 meta(rows, 4096, dtype=dtype), meta(width, 4096, dtype=dtype), None, None, None,
                 activation, True,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import linear as module
 from kernels import linear_persistent
+from kernels.configs import layers
 from kernels.configs.layers import LinearTiles, Persistent, linear_tiles
 from kernels.fp8_weight import FP8
 from kernels.linear import linear
@@ -18,6 +19,12 @@ from tests.kernels.gluon_model import Model, names_in, run_launch
 from tests.kernels.sm90_audit import recorded
 
 PERSISTENT, PRESENT = "_persistent_linear_kernel", "_linear_kernel"
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table names is launched."""
+    monkeypatch.setattr(layers, "RUNS_PERSISTENT", True)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,6 +57,14 @@ def test_many_rows_of_wide_weights_take_it(width: int, activation: str, dtype: t
     for rows in (fewest, 160, 161, 300, 320):
         assert kernel_of(meta(rows, 4096, dtype=dtype), weight, activation) == PERSISTENT, rows
     assert kernel_of(meta(fewest - 1, 4096, dtype=dtype), weight, activation) == PRESENT
+
+
+def test_it_is_off_until_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that no device has run is nobody's default."""
+    x, weight = meta(320, 4096), meta(28672, 4096)
+    assert kernel_of(x, weight) == PERSISTENT
+    monkeypatch.setattr(layers, "RUNS_PERSISTENT", False)
+    assert kernel_of(x, weight) == PRESENT
 
 
 def test_everything_else_stays() -> None:
