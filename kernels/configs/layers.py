@@ -88,8 +88,8 @@ _FEW = [
     (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
     (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
 ]
-# Whether `linear_persistent` is launched where the table names it. Off until the kernel as it is has
-# been seen to end, with equal bits, on a device; its drafts were (kernels/RESULTS.md).
+# Whether `linear_persistent` is launched where the table names it. Off until a device has run the
+# kernel as it is, to its end and with equal bits, as it did its drafts (kernels/RESULTS.md).
 RUNS_PERSISTENT = False
 _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
     ("sm_90", "swiglu"): [
