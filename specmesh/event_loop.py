@@ -76,7 +76,8 @@ def awake_s(busy_poll_ms: float | None, *, on_gpu: bool) -> float:
 
 def num_processors(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
     """Processors that this process may use: its affinity, or less by quota (cgroup v2)."""
-    count = float(len(os.sched_getaffinity(0)))
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    count = float(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
     try:
         quota, period = cpu_max.read_text().split()
         return count if quota == "max" else min(count, int(quota) / int(period))
@@ -118,7 +119,6 @@ class StayAwake:
             self._loop.call_soon(self._around)
 
     def _around(self) -> None:
+        self._is_awake = False  # a `look` from within the turn is one more, also where it fails
         if self._turn() or time.perf_counter() < self._until:
-            self._loop.call_soon(self._around)
-        else:
-            self._is_awake = False
+            self.look()

@@ -10,6 +10,7 @@ Must not know what the engine does between waits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,7 +26,8 @@ class EnginePoller:
     ) -> None:
         """awake_s: seconds after the last arrival or answer for which the loop polls on.
 
-        Takes the generator's first step. `ended` is done when the generator is.
+        Takes the generator's first step. `ended` is done when the generator is, with what it
+        raised if it did.
         """
         self.ended: Future[None] = Future()
         self._loop = loop
@@ -36,13 +38,16 @@ class EnginePoller:
         self._awake = StayAwake(loop, awake_s, self._poll)
         self._go_on(None)
 
+    def is_on_loop(self) -> bool:
+        """Whether the calling thread runs the loop."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
     def wake(self) -> None:
         """Something arrived. From another thread this is as good as `call_soon_threadsafe`."""
-        try:
-            on_loop = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            on_loop = False
-        if on_loop:
+        if self.is_on_loop():
             self._awake.touch()
         else:
             self._loop.call_soon_threadsafe(self._awake.touch)
@@ -59,21 +64,24 @@ class EnginePoller:
         else:
             if answer is not NOT_YET:
                 self._go_on(answer)
+            elif isinstance(self._wait, Arrival) and self._alarm is None:
+                self._set_alarm(self._wait)  # it rang early: a loop's timers are that coarse
         return not (self.ended.done() or isinstance(self._wait, Apart | Arrival))
 
     def _go_on(self, answer: Any) -> None:
-        try:
-            self._wait = self._waiting.send(answer)
-        except StopIteration:
-            self._end()
-        else:
-            self._arrange()
+        self._resume(self._waiting.send, answer)
 
     def _fail(self, error: BaseException) -> None:
+        self._resume(self._waiting.throw, error)
+
+    def _resume(self, resume: Callable[[Any], Wait], value: Any) -> None:
         try:
-            self._wait = self._waiting.throw(error)
+            self._wait = resume(value)
         except StopIteration:
-            self._end()
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+            raise  # the loop's handler tells of it
         else:
             self._arrange()
 
@@ -81,25 +89,57 @@ class EnginePoller:
         """See to it that the new wait will be polled."""
         wait = self._wait
         if isinstance(wait, Apart):
-            self._apart = self._loop.run_in_executor(None, wait.work)
-            self._apart.add_done_callback(self._came_back)
+            self._send_apart(wait)
             return
         if not isinstance(wait, Arrival):
             self._awake.touch()  # the device is at work, and its end is not the session's
             return
+        self._set_alarm(wait)
+        self._awake.look()  # it may have come while nobody waited
+
+    def _set_alarm(self, wait: Arrival) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        self._alarm = self._loop.call_later(wait.timeout_s, self._awake.look)
+        self._alarm = self._loop.call_later(max(0.0, wait.left_s), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._awake.look()
+
+    def _send_apart(self, wait: Apart) -> None:
+        try:
+            self._apart = self._loop.run_in_executor(None, _attempt, wait.work)
+        except RuntimeError as error:
+            # No thread can be had. One that becomes free may yet do this work, so nothing else may.
+            lost = asyncio.CancelledError("no thread for work apart")
+            lost.__cause__ = error
+            self._fail(lost)
+        else:
+            self._apart.add_done_callback(self._came_back)
 
     def _came_back(self, apart: asyncio.Future[Any]) -> None:
         self._apart = None
-        error = apart.exception()
+        try:
+            answer, error = apart.result()
+        except asyncio.CancelledError as cancelled:
+            answer, error = None, cancelled
         if error is not None:
             self._fail(error)
         else:
-            self._go_on(apart.result())
+            self._go_on(answer)
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        self.ended.set_result(None)
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What it returns, and what it raises: a future would not carry every error."""
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001 - thrown where it was waited for
+        return None, error

@@ -71,6 +71,11 @@ class Arrival:
     timeout_s: float
     _began: float = field(default_factory=time.perf_counter)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that it is waited for from now on."""
+        return self.timeout_s - (time.perf_counter() - self._began)
+
     def block(self) -> Any:
         """Until it comes."""
         try:
@@ -83,8 +88,7 @@ class Arrival:
         try:
             return self.inbox.get_nowait()
         except queue.Empty:
-            is_over = time.perf_counter() - self._began >= self.timeout_s
-            return queue.Empty if is_over else NOT_YET
+            return queue.Empty if self.left_s <= 0 else NOT_YET
 
 
 class Sender(Protocol):

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,15 @@ ENDLESS_S = 3600.0
 
 
 class Turns:
-    """A loop of which only `call_soon` is used, gone around by hand."""
+    """A loop that is gone around by hand. alarms: (seconds, callback), in order."""
 
     def __init__(self) -> None:
         self.soon: list[Any] = []
+        self.alarms: list[tuple[float, Any]] = []
+
+    def call_later(self, delay_s: float, callback: Any) -> Any:
+        self.alarms.append((delay_s, callback))
+        return SimpleNamespace(cancel=lambda: None)
 
     def call_soon(self, callback: Any) -> None:
         self.soon.append(callback)
@@ -102,6 +108,42 @@ def test_a_turn_that_has_work_keeps_the_loop_awake(now: list[float]) -> None:
     assert not works
 
 
+def test_a_message_within_a_turn_is_looked_at_however_long_the_turn_takes(
+    now: list[float],
+) -> None:
+    """What comes while the loop is being gone around is not mistaken for what the turn has seen."""
+    turns: Any = Turns()
+    looked = []
+
+    def turn() -> bool:
+        looked.append(1)
+        if len(looked) == 1:
+            awake.touch()
+            now[0] += 1.0
+        return False
+
+    awake = StayAwake(turns, 0.5, turn)
+    awake.look()
+    turns.around()
+    turns.around()
+    assert len(looked) == 2
+    assert not turns.soon
+
+
+def test_a_turn_that_fails_is_not_the_last(now: list[float]) -> None:
+    """The loop's handler tells of it; the next message is looked at."""
+    turns: Any = Turns()
+
+    def turn() -> bool:
+        raise RuntimeError("planted")
+
+    awake = StayAwake(turns, 0.0, turn)
+    for _ in range(2):
+        awake.touch()
+        with pytest.raises(RuntimeError, match="planted"):
+            turns.around()
+
+
 @pytest.mark.parametrize(
     ("set_ms", "on_gpu", "processors", "expected"),
     [
@@ -131,6 +173,10 @@ def test_a_quota_counts_as_fewer_processors(
     monkeypatch.setattr(event_loop.os, "sched_getaffinity", lambda pid: range(16))
     limit = tmp_path / "cpu.max"
     assert num_processors(limit) == 16
+    with monkeypatch.context() as elsewhere:  # not Linux
+        elsewhere.delattr(event_loop.os, "sched_getaffinity")
+        elsewhere.setattr(event_loop.os, "cpu_count", lambda: 8)
+        assert num_processors(limit) == 8
     for text, count in (("max 100000", 16), ("250000 100000", 2.5), ("9900000 100000", 16)):
         limit.write_text(text)
         assert num_processors(limit) == count
@@ -181,6 +227,49 @@ async def test_nothing_that_comes_in_time_is_waited_for_no_longer() -> None:
     assert got == [queue.Empty]
 
 
+def test_an_alarm_that_rings_early_is_set_again(now: list[float]) -> None:
+    """Loops count in milliseconds, from when they last looked: the time may not be over yet."""
+    turns: Any = Turns()
+    got = []
+
+    def serve() -> Waiting[None]:
+        got.append((yield Arrival(queue.SimpleQueue(), 1.0, now[0])))
+
+    EnginePoller(turns, serve(), 0.0)
+    turns.around()
+    for seconds in (1.0, 0.25):
+        delay_s, ring = turns.alarms.pop()
+        assert delay_s == seconds
+        assert not turns.soon
+        now[0] += 0.75 * seconds
+        ring()
+        turns.around()
+        assert not got
+    now[0] += turns.alarms[-1][0]
+    turns.alarms[-1][1]()
+    turns.around()
+    assert got == [queue.Empty]
+
+
+async def test_what_comes_while_work_is_apart_is_seen_when_it_is_back() -> None:
+    """The loop has gone to sleep by then, and only the end of the work wakes it."""
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    go_on, got = threading.Event(), []
+
+    def serve() -> Waiting[None]:
+        yield Apart(lambda: go_on.wait(20))
+        got.append((yield Arrival(inbox, ENDLESS_S)))
+
+    poller = EnginePoller(asyncio.get_running_loop(), serve(), 0.0)
+    inbox.put("frame")
+    poller.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait_for(asyncio.wrap_future(poller.ended), 20)
+    assert got == ["frame"]
+
+
 async def test_an_idle_engine_lets_its_loop_sleep() -> None:
     """Where nothing arrives the loop does not go around for the engine."""
     loop = asyncio.get_running_loop()
@@ -224,6 +313,70 @@ async def test_what_a_wait_ends_in_is_raised_where_it_was_waited_for(where: str)
 
     await asyncio.wrap_future(EnginePoller(asyncio.get_running_loop(), serve(), 0.0).ended)
     assert caught == ["lost"]
+
+
+async def test_work_that_ends_in_what_no_future_carries_is_an_error_all_the_same() -> None:
+    """A StopIteration would be lost on its way, and the engine wait for it."""
+    caught = []
+
+    def work() -> Waiting[None]:
+        yield Apart(lambda: next(iter(())))
+
+    def serve() -> Waiting[None]:
+        try:
+            yield from work()
+        except RuntimeError as error:
+            caught.append(type(error.__cause__))
+
+    ended = EnginePoller(asyncio.get_running_loop(), serve(), 0.0).ended
+    await asyncio.wait_for(asyncio.wrap_future(ended), 20)
+    assert caught == [StopIteration]
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+async def test_work_that_no_thread_does_ends_the_engine(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the command alone: what was refused may still be queued, and done beside other work."""
+    loop, caught, sent = asyncio.new_event_loop(), [], []
+
+    def run_in_executor(executor: Any, work: Any, *arguments: Any) -> Any:
+        if how == "refused":
+            raise RuntimeError("can't start new thread")
+        sent.append(loop.create_future())
+        return sent[-1]
+
+    monkeypatch.setattr(loop, "run_in_executor", run_in_executor)
+
+    def serve() -> Waiting[None]:
+        try:
+            yield Apart(lambda: None)
+        except BaseException as error:  # noqa: BLE001 - told of
+            caught.append(type(error))
+
+    poller = EnginePoller(loop, serve(), 0.0)
+    for future in sent:
+        future.cancel()
+        poller._came_back(future)
+    assert poller.ended.done()
+    assert caught == [asyncio.CancelledError]
+    loop.close()
+
+
+def test_an_engine_that_fails_in_its_own_end_is_not_waited_for() -> None:
+    """Whoever waits for the end is told what it was."""
+    turns: Any = Turns()
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def serve() -> Waiting[None]:
+        yield Arrival(inbox, ENDLESS_S)
+        raise RuntimeError("planted")
+
+    poller = EnginePoller(turns, serve(), 0.0)
+    inbox.put("frame")
+    with pytest.raises(RuntimeError, match="planted"):
+        turns.around()
+    assert isinstance(poller.ended.exception(0), RuntimeError)
 
 
 class Sender:
