@@ -132,7 +132,7 @@ class ProgramExecutor:
         """Run one program. may_run_ahead: None where others follow in the same step. is_behind: a
         chain that counts for nobody is still at work."""
         wanted = self._num_wanted(launch, num_holders)
-        program = self._program(launch, max(wanted))
+        program = yield from self._program(launch, max(wanted))
         num_rows = self._pack(program, launch, wanted)
         follow = None
         if may_run_ahead is not None and launch.long is None and program.shape.can_repeat:
@@ -280,7 +280,7 @@ class ProgramExecutor:
             is_filtered=is_filtered,
         )
 
-    def _program(self, launch: _Launch, num_passes: int) -> StepProgram:
+    def _program(self, launch: _Launch, num_passes: int) -> Waiting[StepProgram]:
         return self.programs.find(self._need(launch, num_passes), self._rounded)
 
     def _rounded(self, need: StepShape) -> StepShape:

@@ -55,7 +55,7 @@ class ServiceLink:
     @property
     def has_sent(self) -> bool:
         """Whether the transport has taken all that was posted. On the loop's thread only."""
-        return self._frames.empty() or not self._is_open
+        return self._frames.empty()
 
     def post(self, results: list[Any]) -> None:
         """Queue results of one step. Overflow ends the link, as nobody reads it."""
@@ -109,8 +109,10 @@ class ServiceLink:
             self._engine.end_link(self)
 
     def detach(self) -> None:
-        """The stream is over: drop whatever is posted from now on."""
+        """The stream is over: drop what is queued and whatever is posted from now on."""
         self._is_open = False
+        while not self._frames.empty():
+            self._frames.get_nowait()
 
     async def next_frame(self) -> Any:
         """The next frame to send; None at the end. Raises what the link failed with."""

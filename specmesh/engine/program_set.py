@@ -64,16 +64,19 @@ class ProgramSet:
         self.programs: dict[StepShape, StepProgram] = {}
         self.cost = CaptureCost()
 
-    def find(self, need: StepShape, rounded: Callable[[StepShape], StepShape]) -> StepProgram:
+    def find(
+        self, need: StepShape, rounded: Callable[[StepShape], StepShape]
+    ) -> Waiting[StepProgram]:
         """The cheapest program that covers `need`; an uncaptured one of its `rounded` shape if
-        none."""
+        none. Captures it first where that pays by now, which takes a part of a second."""
         program = self._found.get(need)
         if program is None:
             program = self._look_up(need) or self._add(rounded(need))
             self._found[need] = program
         if self._spent_s.get(program.shape, 0.0) > self.cost.mean_s:
             logger.info("capturing a step while serving", extra={"shape": str(program.shape)})
-            self.capture([program.shape])
+            shape = program.shape
+            yield Apart(lambda: self.capture([shape]))
         return program
 
     def is_ready(self, need: StepShape) -> bool:

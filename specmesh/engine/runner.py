@@ -136,7 +136,12 @@ class Engine:
         asyncio.run_coroutine_threadsafe(serve(), loop).result()
 
     def stop(self) -> None:
-        """End the worker after the pass in flight. Sessions are dropped. Blocks until it ended."""
+        """End the worker after the pass in flight. Sessions are dropped. Blocks until it ended.
+
+        Raises RuntimeError on the loop that serves, which cannot wait for itself.
+        """
+        if self._poller is not None and self._poller.is_on_loop():
+            raise RuntimeError("stop blocks: not on the loop that serves")
         self._put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -270,11 +275,11 @@ class Engine:
         whether another pass was wanted, which depends on what was drawn.
         """
         self._expire()
-        self._complete(self._desk_completed())
+        yield from self._complete(self._desk_completed())
         step = self._compose()
         if step.segments:
             yield from self._run(step)
-        self._complete(self._desk_completed())
+        yield from self._complete(self._desk_completed())
         return bool(step.segments)
 
     def _read_inbox(self) -> bool:
@@ -349,24 +354,26 @@ class Engine:
         spans = [task.span for task in tasks if id(task) not in left]
         self._observe(outcome, spans)  # before answers end the spans: ended, they take no links
         if outcome.finished:
-            self._advance(outcome.finished, outcome.logits)
+            yield from self._advance(outcome.finished, outcome.logits)
 
     def _desk_completed(self) -> list[Finished]:
         completed, self._desk.completed = self._desk.completed, []
         return [Finished(task, 0, 0) for task in completed]
 
-    def _complete(self, finished: list[Finished]) -> None:
+    def _complete(self, finished: list[Finished]) -> Waiting[None]:
         """Answer commands that needed no pass; answering one may start the session's next."""
         while finished:
-            self._advance(finished, torch.empty(0, self.limits.vocab_size))
+            yield from self._advance(finished, torch.empty(0, self.limits.vocab_size))
             finished = self._desk_completed()
 
-    def _advance(self, finished: list[Finished], logits: torch.Tensor) -> None:
+    def _advance(self, finished: list[Finished], logits: torch.Tensor) -> Waiting[None]:
         decided = [entry for entry in finished if entry.decided is not None]
         self._answer(decided, [entry.decided[0] for entry in decided if entry.decided])
         open_ = [entry for entry in finished if entry.decided is None]
         if open_:
-            self._answer(open_, self._decide(open_, logits))
+            # Rows of the whole vocabulary, shaped one by one: milliseconds each.
+            decide = Apart(lambda: self._decide(open_, logits))
+            self._answer(open_, (yield decide) if len(logits) else decide.work())
 
     def _decide(self, finished: list[Finished], logits: torch.Tensor) -> list[Any]:
         """The role's outcome for each."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import grpc
 import pytest
 
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
 from specmesh import rpc
-from specmesh.engine.links import split_by_bytes
+from specmesh.engine.links import LinkOptions, ServiceLink, split_by_bytes
 from specmesh.engine.runner import FLOOD_FACTOR, EngineOptions
 from specmesh.engine.serving import ServiceState
 from specmesh.errors import NotReady, TooBusy
 from target_service.service import TargetServicer
+from target_service.verifier import Verifier
 from tests.rpc.fake_model import PrefixDecoder
 from tests.rpc.peers import LIMITS, Script, Setup, linked, reason, running
 
@@ -60,6 +62,57 @@ async def test_calls_are_answered_while_a_pass_runs() -> None:
         release.set()
         assert (await link.answer()).WhichOneof("result") == "closed"
         assert service.pool.num_used == 0
+
+
+async def test_calls_are_answered_while_rows_are_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the host shapes and judges take long in a large vocabulary: no loop waits there."""
+    entered, release = threading.Event(), threading.Event()
+    advance = Verifier.advance
+
+    def hold(self: Verifier, *arguments: Any) -> Any:
+        entered.set()
+        assert release.wait(20)
+        return advance(self, *arguments)
+
+    monkeypatch.setattr(Verifier, "advance", hold)
+    async with running("target", PrefixDecoder(VOCAB)) as service, linked(service) as link:
+        script = Script("target", "s", list(PROMPT))
+        await link.call(script.open())
+        await link.send(script.verify())
+        await asyncio.to_thread(entered.wait)
+        async with rpc.create_channel(service.address, LIMITS) as channel:
+            await target_pb2_grpc.TargetServiceStub(channel).GetInfo(
+                target_pb2.TargetServiceGetInfoRequest()
+            )
+        assert not release.is_set()
+        release.set()
+        assert (await link.answer()).HasField("verdict")
+
+
+async def test_an_engine_is_not_stopped_on_the_loop_that_it_runs_on(driven_by: str) -> None:
+    """It would wait for itself for ever."""
+    async with running("target", PrefixDecoder(VOCAB)) as service:
+        if driven_by == "loop":
+            with pytest.raises(RuntimeError, match="not on the loop"):
+                service.engine.stop()
+
+
+async def test_what_is_posted_has_left_when_it_was_read_to_be_sent() -> None:
+    """An end that stands behind it changes nothing; where nobody reads on, nothing is left."""
+    async with running("target", PrefixDecoder(VOCAB)) as service:
+        options = LinkOptions(target_pb2.TargetServiceLinkResponse)
+        link = ServiceLink(service.engine, "group", options)
+        assert link.has_sent
+        link.post([target_pb2.TargetResult()])
+        link.post_end()
+        assert not link.has_sent
+        assert len((await link.next_frame()).results) == 1
+        assert await link.next_frame() is None
+        assert link.has_sent
+        other = ServiceLink(service.engine, "group", options)
+        other.post([target_pb2.TargetResult()])
+        other.detach()
+        assert other.has_sent
 
 
 async def test_a_peer_that_does_not_read_loses_its_link() -> None:
