@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import grpc
@@ -40,8 +41,18 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
-def settings_of(cls, folder: Path, **server):
-    engine = {"model": folder, "page_size": 16, "num_pages": 64, "num_threads": 1}
+# How long the service polls: unset, it does not on a CPU; set, the engine runs on its loop.
+BUSY_POLL_MS = pytest.mark.parametrize("busy_poll_ms", [None, 0.001, 20.0])
+
+
+def settings_of(cls, folder: Path, busy_poll_ms: float | None = None, **server):
+    engine = {
+        "model": folder,
+        "page_size": 16,
+        "num_pages": 64,
+        "num_threads": 1,
+        "busy_poll_ms": busy_poll_ms,
+    }
     return cls(engine=engine, server=ServerSettings(**{"port": 0, "drain_grace_s": 20, **server}))
 
 
@@ -64,11 +75,14 @@ async def health(channel) -> dict[str, int]:
     return {name: (await stub.Check(request)).status for name, request in requests.items()}
 
 
-async def test_a_signal_drains_and_ends_the_process(pair) -> None:
+@BUSY_POLL_MS
+async def test_a_signal_drains_and_ends_the_process(pair, busy_poll_ms: float | None) -> None:
     """SIGTERM: not ready, no new sessions, the running one finishes, run() returns."""
     target, _ = pair
-    settings = settings_of(TargetSettings, target)
+    settings = settings_of(TargetSettings, target, busy_poll_ms)
     process, running = await started(settings, target_main.side_of(settings))
+    has_thread = "target-engine" in [thread.name for thread in threading.enumerate()]
+    assert has_thread == (busy_poll_ms is None)
     serving_status = health_pb2.HealthCheckResponse
     async with rpc.create_channel(f"127.0.0.1:{process.port}", LIMITS) as channel:
         up = serving_status.SERVING
@@ -113,9 +127,12 @@ async def test_a_session_that_does_not_end_is_cut_off_after_the_grace(pair) -> N
     await running
 
 
-async def test_a_lost_device_ends_the_process_with_a_fault(pair, monkeypatch) -> None:
+@BUSY_POLL_MS
+async def test_a_lost_device_ends_the_process_with_a_fault(
+    pair, monkeypatch, busy_poll_ms: float | None
+) -> None:
     """The accelerator's own error: links end with NOT_READY, run() raises, so status 1."""
-    settings = settings_of(TargetSettings, pair[0])
+    settings = settings_of(TargetSettings, pair[0], busy_poll_ms)
     process, running = await started(settings, target_main.side_of(settings))
 
     def lost(self, batch, cache):
