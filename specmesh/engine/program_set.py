@@ -61,6 +61,7 @@ class ProgramSet:
         self._found: dict[StepShape, StepProgram] = {}
         self._ready: dict[StepShape, bool] = {}
         self._spent_s: dict[StepShape, float] = {}  # by uncaptured runs
+        self._uncapturable: set[StepShape] = set()  # no memory for them, most likely
         self.programs: dict[StepShape, StepProgram] = {}
         self.cost = CaptureCost()
 
@@ -76,7 +77,7 @@ class ProgramSet:
         if self._spent_s.get(program.shape, 0.0) > self.cost.mean_s:
             logger.info("capturing a step while serving", extra={"shape": str(program.shape)})
             shape = program.shape
-            yield Apart(lambda: self.capture([shape]))
+            yield Apart(lambda: self._try_capture(shape))
         return program
 
     def is_ready(self, need: StepShape) -> bool:
@@ -105,8 +106,9 @@ class ProgramSet:
         started = time.perf_counter()
         launched = yield Apart(lambda: self._launch_uncaptured(program))
         outputs = yield from program.wait(launched, meanwhile)
-        spent_s = time.perf_counter() - started
-        self._spent_s[program.shape] = self._spent_s.get(program.shape, 0.0) + spent_s
+        if program.shape not in self._uncapturable:
+            spent_s = time.perf_counter() - started
+            self._spent_s[program.shape] = self._spent_s.get(program.shape, 0.0) + spent_s
         return outputs
 
     def enter_thread(self) -> None:
@@ -139,8 +141,25 @@ class ProgramSet:
         """Capture the shape whose uncaptured runs took longest. False when none waits."""
         if not self._spent_s:
             return False
-        self.capture([max(self._spent_s, key=lambda shape: self._spent_s[shape])])
+        self._try_capture(max(self._spent_s, key=lambda shape: self._spent_s[shape]))
         return True
+
+    def _try_capture(self, shape: StepShape) -> None:
+        """Capture while serving: a shape that cannot be captured goes on as it ran so far.
+
+        Raises what the device raises where it is lost with it.
+        """
+        try:
+            self.capture([shape])
+        except Exception:
+            torch.cuda.synchronize(self._decoder.device)
+            self._uncapturable.add(shape)
+            self._spent_s.pop(shape, None)
+            logger.warning(
+                "a step cannot be captured: it runs on, launch by launch",
+                extra={"shape": str(shape)},
+                exc_info=True,
+            )
 
     def _look_up(self, need: StepShape) -> StepProgram | None:
         covering = [

@@ -1,4 +1,4 @@
-"""A shape that is captured while sessions are served is captured apart: no loop stands still."""
+"""Shapes that are captured while sessions are served: apart, and without harm where it fails."""
 
 from __future__ import annotations
 
@@ -59,3 +59,45 @@ def test_a_capture_that_pays_is_work_apart(programs: ProgramSet) -> None:
     assert programs.is_ready(need)
     assert block_on(programs.find(need, lambda shape: SHAPE)) is program  # and once only
     assert programs.cost.num_programs == 1
+
+
+@pytest.mark.parametrize("when", ["serving", "idle"])
+def test_a_shape_that_cannot_be_captured_runs_on_uncaptured(
+    programs: ProgramSet, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried once: commands of its shape are served as before, and the engine lives."""
+    tries: list[StepShape] = []
+
+    def fail(self: Program, pool: Any) -> None:
+        tries.append(self.shape)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Program, "capture", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for _ in range(3):
+        program = block_on(programs.find(SHAPE, lambda shape: shape))
+        if SHAPE not in programs._uncapturable:
+            programs._spent_s[SHAPE] = 1.0
+        if when == "serving":
+            assert block_on(programs.find(SHAPE, lambda shape: shape)) is program
+        else:
+            programs.capture_next()
+    assert tries == [SHAPE]
+    assert not programs.capture_next()
+    assert not program.is_captured
+
+
+def test_a_device_that_is_lost_with_a_capture_is_no_shape_to_go_on_without(
+    programs: ProgramSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns the engine must hear of it."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(Program, "capture", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    block_on(programs.find(SHAPE, lambda shape: shape))
+    programs._spent_s[SHAPE] = 1.0
+    with pytest.raises(RuntimeError, match="lost"):
+        programs.capture_next()
