@@ -60,7 +60,7 @@ def _copy_weights(weight, w_tiles, full, stage, first_column, k, GROUPS: gl.cons
 
 @gluon.jit
 def copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k):
-    """Ask for the 128 and the 32 rows of a stage, STEP_K columns each; `full` counts their bytes."""
+    """Ask for a stage: 128 and 32 rows of STEP_K columns; `full` counts their bytes."""
     tma.async_copy_global_to_shared(x, [first_row, k], full.index(stage), x_tiles.index(stage))
     tma.async_copy_global_to_shared(
         more_x, [first_row + ROWS, k], full.index(stage), more_tiles.index(stage)
