@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import MOST_SESSIONS, DraftKind, DraftRows, accept, draw, workspace
+from kernels.sampling import (
+    MOST_SESSIONS,
+    DraftKind,
+    DraftRows,
+    Round,
+    accept,
+    draw,
+    workspace,
+)
 from tests.kernels.rounds import round_of
 
 BATCH, BUCKET, VOCAB = 2, 3, 64
@@ -26,22 +34,11 @@ def too_short(tensor: Tensor) -> Tensor:
 
 
 CHANGES = (with_gaps, too_short)
+Call = tuple[Tensor, Round, DraftRows, Tensor]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "candidates", "num_candidates", "seeds", "base_lens", "rules", "temperatures", "stop_ids",
-        "thresholds", "first_rows", "draft.temperatures", "draft.thresholds", "draft.exponents",
-        "draft.masses", "scratch",
-    ],
-)  # fmt: skip
-def test_accept_refuses_what_is_not_packed(
-    device: str, name: str, change: Callable[[Tensor], Tensor]
-) -> None:
-    """A tensor with gaps or too few elements is refused by name: a kernel would read what lies
-    there in place of it. The call is fine without the change."""
+def packed_accept(device: str) -> Call:
+    """Logits, round, rows and scratch of a call of `accept` that is fine."""
     full = {"device": device, "dtype": torch.float32}
     round_ = round_of(
         torch.zeros(BATCH, BUCKET, dtype=torch.int64, device=device),
@@ -57,8 +54,44 @@ def test_accept_refuses_what_is_not_packed(
         masses=torch.ones(BATCH, BUCKET, dtype=torch.int64, device=device),
     )
     logits = torch.zeros(BATCH * (BUCKET + 1), VOCAB, **full)
-    scratch = workspace(BATCH, device)
+    return logits, round_, draft, workspace(BATCH, device)
+
+
+def packed_draw(device: str) -> dict[str, Tensor]:
+    """The columns of a call of `draw` that is fine."""
+    return {
+        "seeds": torch.arange(BATCH, device=device),
+        "positions": torch.full((BATCH,), 40, dtype=torch.int32, device=device),
+        "base_lens": torch.full((BATCH,), 33, dtype=torch.int32, device=device),
+        "rules": torch.zeros(BATCH, dtype=torch.int32, device=device),
+        "temperatures": torch.ones(BATCH, device=device),
+        "thresholds": torch.full((BATCH,), -100.0, device=device),
+        "scratch": workspace(BATCH, device),
+    }
+
+
+def test_what_is_packed_is_taken(device: str) -> None:
+    """The calls that the tests below spoil, one field at a time, are fine as they are."""
+    logits, round_, draft, scratch = packed_accept(device)
     accept(logits, round_, draft, VOCAB, scratch)
+    draw(torch.zeros(BATCH, VOCAB, device=device), vocab_size=VOCAB, **packed_draw(device))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "candidates", "num_candidates", "seeds", "base_lens", "rules", "temperatures", "stop_ids",
+        "thresholds", "first_rows", "draft.temperatures", "draft.thresholds", "draft.exponents",
+        "draft.masses", "scratch",
+    ],
+)  # fmt: skip
+def test_accept_refuses_what_is_not_packed(
+    device: str, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """A tensor with gaps or too few elements is refused by name: a kernel would read what lies
+    there in place of it."""
+    logits, round_, draft, scratch = packed_accept(device)
     owner, _, field = name.rpartition(".")
     if name == "scratch":
         scratch = change(scratch)
@@ -88,16 +121,6 @@ def test_draw_refuses_what_is_not_packed(
     device: str, name: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     """The same of the draft's draw."""
-    columns = {
-        "seeds": torch.arange(BATCH, device=device),
-        "positions": torch.full((BATCH,), 40, dtype=torch.int32, device=device),
-        "base_lens": torch.full((BATCH,), 33, dtype=torch.int32, device=device),
-        "rules": torch.zeros(BATCH, dtype=torch.int32, device=device),
-        "temperatures": torch.ones(BATCH, device=device),
-        "thresholds": torch.full((BATCH,), -100.0, device=device),
-        "scratch": workspace(BATCH, device),
-    }
-    logits = torch.zeros(BATCH, VOCAB, device=device)
-    draw(logits, vocab_size=VOCAB, **columns)
+    columns, logits = packed_draw(device), torch.zeros(BATCH, VOCAB, device=device)
     with pytest.raises(ValueError, match=rf"^{name} (has|holds)"):
         draw(logits, vocab_size=VOCAB, **{**columns, name: change(columns[name])})
