@@ -10,6 +10,7 @@ Must not know what the engine does between waits.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -24,13 +25,15 @@ class EnginePoller:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, waiting: Waiting[None], awake_s: float
     ) -> None:
-        """awake_s: seconds after the last arrival or answer for which the loop polls on.
+        """To be made on the loop's thread. awake_s: seconds after the last arrival or answer for
+        which the loop polls on.
 
         Takes the generator's first step. `ended` is done when the generator is, with what it
         raised if it did.
         """
         self.ended: Future[None] = Future()
         self._loop = loop
+        self._thread_id = threading.get_ident()
         self._waiting = waiting
         self._wait: Wait
         self._apart: asyncio.Future[Any] | None = None
@@ -40,10 +43,7 @@ class EnginePoller:
 
     def is_on_loop(self) -> bool:
         """Whether the calling thread runs the loop."""
-        try:
-            return asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
+        return threading.get_ident() == self._thread_id
 
     def wake(self) -> None:
         """Something arrived. From another thread this is as good as `call_soon_threadsafe`."""
