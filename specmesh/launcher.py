@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,10 +24,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specmesh.config import PORTS
 from specmesh.errors import ConfigError, NotReady
+from specmesh.ports import LOOPBACK, probe, unused_port
 from specmesh.processes import Descendants, adopt_orphans
 from specmesh.rpc import READINESS, RpcLimits, channel_options
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.1  # between two looks at processes that start or stop
 LOG_TAIL_LINES = 20
 KILL_WAIT_S = 5.0  # after SIGKILL; only a process stuck in the kernel takes longer
@@ -77,17 +76,15 @@ class ServiceCommand:
 
 def free_port(wanted: int, owner: str) -> int:
     """`wanted` if nothing listens there, any free port for 0. Raises ConfigError naming `owner`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As gRPC binds: a port in TIME_WAIT is free, one with a listener is not.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, wanted))
-        except OSError as error:
-            raise ConfigError(
-                f"port {wanted} of the {owner} is taken ({error.strerror}); "
-                f"choose another with --{owner}-port, or 0 for any free one"
-            ) from error
-        return int(probe.getsockname()[1])
+    if wanted == 0:
+        return unused_port()
+    try:
+        return probe(wanted)
+    except OSError as error:
+        raise ConfigError(
+            f"port {wanted} of the {owner} is taken ({error.strerror}); "
+            f"choose another with --{owner}-port, or 0 for any free one"
+        ) from error
 
 
 def free_ports(wanted: Ports, *, with_draft: bool = True) -> Ports:

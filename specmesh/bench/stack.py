@@ -23,7 +23,8 @@ from specmesh.bench.steady_load import Load, LoadProcesses, Observed, StreamsNot
 from specmesh.bench.windows import Measured, of_values
 from specmesh.client import Client, GenerateOptions
 from specmesh.errors import NotReady
-from specmesh.launcher import LOOPBACK, Ports, ServiceCommand, Stack, StackOptions, plan
+from specmesh.launcher import Ports, ServiceCommand, Stack, StackOptions, plan
+from specmesh.ports import LOOPBACK
 
 DRAFT_POLL_S = 0.2
 FIRST_REQUEST_TIMEOUT_S = 300.0

@@ -18,13 +18,13 @@ import typer
 from specmesh.cli.output import progress, stderr, stdout, write_json
 from specmesh.config import PORTS
 from specmesh.errors import ConfigError, InvalidRequest
+from specmesh.ports import MAX_PORT
 
 if TYPE_CHECKING:
     from specmesh.launcher import Ports, Stack
 
 LOCAL_CACHE = Path(".specmesh")
 SERVICES = ("coordinator", "draft", "target")
-MAX_PORT = 65535
 
 
 def default_cache_dir() -> Path:

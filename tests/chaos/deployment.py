@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specmesh.ports import unused_port
 from tests.chaos.load import ClientProcess
-from tests.chaos.processes import Replica, free_port
+from tests.chaos.processes import Replica
 from tests.chaos.proxy import Proxy
 from tests.e2e.tiny_pair import write_pair
 
@@ -152,7 +153,7 @@ async def deployed(
 def _add(deployment: Deployment, name: str, flags: Sequence[str]) -> None:
     side = name.rstrip("0123456789")
     module = side if side == "coordinator" else f"{side}_service"
-    deployment.metrics_ports[name] = free_port()
+    deployment.metrics_ports[name] = unused_port()
     shared = ("--telemetry.metrics-port", str(deployment.metrics_ports[name]))
     own = COORDINATOR_FLAGS if side == "coordinator" else ENGINE_FLAGS
     log_path = deployment.folder / f"{name}.log"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,18 +15,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specmesh.ports import unused_port
 from specmesh.rpc import READINESS, RpcLimits, create_channel
 
 READY_S = 180.0  # on a busy machine a service takes seconds to import its libraries
 END_S = 60.0
 POLL_S = 0.05
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(eq=False)
@@ -41,7 +34,7 @@ class Replica:
     module: str
     flags: Sequence[str]
     log_path: Path
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=unused_port)
     num_lives: int = 0
     _process: asyncio.subprocess.Process | None = None
 

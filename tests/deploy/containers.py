@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,18 +21,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specmesh.ports import unused_port
 from specmesh.rpc import RpcLimits, create_channel
 from tests.deploy.manifests import NAMESPACE, Object, Template, environment, template
 from tests.deploy.pods import startup_s
 
 POLL_S = 0.05
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -50,7 +43,7 @@ class Node:
 
     def port(self, manifest_port: int) -> int:
         """The loopback port that stands for a container's."""
-        return self.ports.setdefault(manifest_port, free_port())
+        return self.ports.setdefault(manifest_port, unused_port())
 
     def local(self, name: str, value: str) -> str:
         """A variable's value on this machine."""

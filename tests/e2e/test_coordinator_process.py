@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from specmesh.client import AsyncClient, Chunk, GenerateOptions
+from specmesh.ports import unused_port
 from specmesh.rpc import READINESS, RpcLimits, create_channel
 from specmesh.tokenizer import load_tokenizer
 from tests.e2e.stack import VOCAB_SIZE, model_info
@@ -110,22 +111,13 @@ def ray_folder() -> Iterator[str]:
         yield folder
 
 
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("mode", ["plain", "ray"])
 async def test_serves_and_drains(
     mode: str, tmp_path: Path, ray_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM in the middle of a stream: every token still arrives, then the process exits with 0
     and leaves nothing behind. The same with Ray around the replica."""
-    port = free_port()
+    port = unused_port()
     ray_flags = ["--no-ray"] if mode == "plain" else []
     async with services(tmp_path / "tokenizer", monkeypatch) as flags:
         own = ["--server.port", str(port), "--ray.temp-dir", ray_folder]
@@ -152,8 +144,8 @@ async def test_serves_and_drains(
 async def test_sigterm_before_any_target_is_there(tmp_path: Path) -> None:
     """A coordinator that still waits for its targets listens, is not ready, and ends with 0."""
     make_tokenizer(tmp_path / "tokenizer")
-    port = free_port()
-    nowhere = f"127.0.0.1:{free_port()}"
+    port = unused_port()
+    nowhere = f"127.0.0.1:{unused_port()}"
     flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--targets", nowhere, "--drafts", nowhere]
     async with coordinator(*flags, "--server.port", str(port), "--no-ray") as process:
         channel = create_channel(f"127.0.0.1:{port}", RpcLimits())
@@ -174,7 +166,7 @@ async def test_mismatched_draft_is_refused_at_start(
 ) -> None:
     """Another vocabulary at the draft: exit code 2 and one line that says what differs."""
     ray_flags = ["--no-ray"] if mode == "plain" else ["--ray.temp-dir", ray_folder]
-    port = str(free_port())
+    port = str(unused_port())
     async with (
         services(tmp_path / "tokenizer", monkeypatch, eos_token_ids=[1]) as flags,
         coordinator(*flags, "--server.port", port, *ray_flags) as process,
