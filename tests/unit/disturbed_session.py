@@ -9,35 +9,13 @@ from coordinator.messages import (
     Event,
     Finish,
     Propose,
-    Rule,
     Send,
     SessionPlan,
     Side,
     Verify,
 )
-from tests.sim.fakes import (
-    VOCAB_SIZE,
-    FakeDraft,
-    FakeTarget,
-    Loopback,
-    expected_output,
-    make_session,
-)
-
-PROMPT = (11, 12)
-NUM_TOKENS = 24
-WANTED = expected_output(PROMPT, NUM_TOKENS)
-
-
-def plan_of(**changes: object) -> SessionPlan:
-    fields: dict[str, object] = {
-        "prompt": PROMPT,
-        "max_len": len(PROMPT) + NUM_TOKENS,
-        "vocab_size": VOCAB_SIZE,
-        "rule": Rule.COUPLED,
-        "num_draft_tokens": 3,
-    }
-    return SessionPlan(**{**fields, **changes})  # type: ignore[arg-type]  # test fields
+from tests.sim.fakes import FakeDraft, FakeTarget, Loopback, make_session
+from tests.unit.session_plan import WANTED, plan_of
 
 
 def loopback_of(
@@ -45,7 +23,7 @@ def loopback_of(
     draft: FakeDraft | None = None,
     target: FakeTarget | None = None,
 ) -> Loopback:
-    plan = plan or plan_of()
+    plan = plan or plan_of(num_draft_tokens=3)
     target = target or FakeTarget(decide_here=plan.decide_here)
     draft = draft or FakeDraft()
     return Loopback(

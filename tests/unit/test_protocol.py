@@ -16,14 +16,12 @@ from coordinator.messages import (
     Open,
     PlaceDraft,
     Propose,
-    Rule,
     SessionPlan,
     Side,
     Verify,
 )
 from coordinator.stages import Stage
 from tests.sim.fakes import (
-    VOCAB_SIZE,
     FakeDraft,
     FakeTarget,
     Loopback,
@@ -32,18 +30,7 @@ from tests.sim.fakes import (
     make_session,
     next_token,
 )
-
-PROMPT = (5, 6, 7)
-
-
-def plan_of(**changes: object) -> SessionPlan:
-    fields: dict[str, object] = {
-        "prompt": PROMPT,
-        "max_len": len(PROMPT) + 30,
-        "vocab_size": VOCAB_SIZE,
-        "rule": Rule.COUPLED,
-    }
-    return SessionPlan(**{**fields, **changes})  # type: ignore[arg-type]  # test fields
+from tests.unit.session_plan import PROMPT, plan_of
 
 
 def run(plan: SessionPlan, draft: FakeDraft | None = None, **options: object) -> Loopback:

@@ -23,7 +23,8 @@ from coordinator.messages import (
     TimerFired,
 )
 from tests.sim.fakes import VOCAB_SIZE, FakeDraft
-from tests.unit.disturbed_session import PROMPT, finish, is_working, loopback_of, once
+from tests.unit.disturbed_session import finish, is_working, loopback_of, once
+from tests.unit.session_plan import PROMPT
 
 
 def test_no_draft_at_all() -> None:

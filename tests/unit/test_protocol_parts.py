@@ -29,11 +29,9 @@ from coordinator.messages import (
 )
 from coordinator.stages import Stage
 from coordinator.verdicts import news_of
-from tests.sim.fakes import VOCAB_SIZE, FakeTarget, Loopback, expected_output, make_session, timers
-from tests.unit.test_protocol import PROMPT, plan_of
+from tests.sim.fakes import VOCAB_SIZE, FakeTarget, Loopback, make_session, timers
+from tests.unit.session_plan import PROMPT, WANTED, plan_of
 
-NUM_TOKENS = 30
-WANTED = expected_output(PROMPT, NUM_TOKENS)
 STOP = min(set(range(VOCAB_SIZE)) - set(WANTED))  # a token that is never drawn
 CHAINS = ((1,), (4, 1), (8,), (3, 1, 2))
 

@@ -23,7 +23,7 @@ from coordinator.messages import (
     TimerFired,
 )
 from tests.sim.fakes import FakeDraft, FakeTarget, Loopback, make_session
-from tests.unit.disturbed_session import WANTED, plan_of
+from tests.unit.session_plan import WANTED, plan_of
 
 
 class Chaos:

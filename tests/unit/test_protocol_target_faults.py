@@ -28,7 +28,8 @@ from coordinator.messages import (
     TimerFired,
     Verify,
 )
-from tests.unit.disturbed_session import finish, is_working, loopback_of, once, plan_of
+from tests.unit.disturbed_session import finish, is_working, loopback_of, once
+from tests.unit.session_plan import plan_of
 
 
 @pytest.mark.parametrize("decide_here", [False, True])
@@ -36,7 +37,7 @@ from tests.unit.disturbed_session import finish, is_working, loopback_of, once, 
 def test_target_lost_at_every_round(nth: int, decide_here: bool) -> None:
     """A lost target costs one rebuild elsewhere: epoch + 1, the whole prefix in one append, and the
     same candidates judged again."""
-    loopback = loopback_of(plan_of(decide_here=decide_here))
+    loopback = loopback_of(plan_of(decide_here=decide_here, num_draft_tokens=3))
     loopback.targets["spare"].decide_here = decide_here
 
     def lose(action: Action) -> list[Event]:
@@ -61,7 +62,7 @@ def test_target_lost_at_every_round(nth: int, decide_here: bool) -> None:
 
 def test_target_lost_while_the_round_is_decided_here() -> None:
     """The decision stands; the new session elsewhere is not told of candidates it never had."""
-    loopback = loopback_of(plan_of(decide_here=True))
+    loopback = loopback_of(plan_of(decide_here=True, num_draft_tokens=3))
     loopback.targets["spare"].decide_here = True
 
     def lose(action: Action) -> None:
@@ -223,7 +224,7 @@ def test_errors_that_end_the_request(reason: str) -> None:
 
 def test_failovers_are_bounded() -> None:
     """A target that never works ends the request with NOT_READY after max_failovers moves."""
-    loopback = loopback_of(plan_of(max_failovers=3))
+    loopback = loopback_of(plan_of(max_failovers=3, num_draft_tokens=3))
     for target in loopback.targets.values():
         target.failures.extend([Failed("NOT_READY", "scripted")] * 10)
     moves: list[PlaceTarget] = []

@@ -38,7 +38,8 @@ from tests.sim.fakes import (
     judge,
     make_session,
 )
-from tests.unit.disturbed_session import WANTED, finish, is_working, loopback_of, plan_of
+from tests.unit.disturbed_session import finish, is_working, loopback_of
+from tests.unit.session_plan import WANTED, plan_of
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_bad_proposals_switch_the_draft_off(corrupt: Callable[[Proposal], Propos
 
 def test_missing_rows_are_a_bad_proposal_under_the_residual_rule() -> None:
     """Without the rows it was drawn from a candidate cannot be judged exactly."""
-    loopback = loopback_of(plan_of(rule=Rule.RESIDUAL))
+    loopback = loopback_of(plan_of(rule=Rule.RESIDUAL, num_draft_tokens=3))
     finish(loopback)
     assert any(isinstance(action, DraftSwitchedOff) for action in loopback.others)
 
@@ -154,7 +155,7 @@ def test_missing_logprobs_are_noticed_while_the_round_can_be_asked_again(
 ) -> None:
     """A verdict with too few log-probabilities, or none, is refused on arrival: a round that was
     decided before anyone counted them could not go on at all."""
-    plan = plan_of(decide_here=decide_here, with_logprobs=True)
+    plan = plan_of(decide_here=decide_here, with_logprobs=True, num_draft_tokens=3)
     targets = {name: TargetWithLogprobs(name, decide_here=decide_here) for name in ("t0", "t1")}
     targets["t0"].lacks = lacks
     draft = FakeDraft()
@@ -185,7 +186,7 @@ def test_missing_logprobs_are_noticed_while_the_round_can_be_asked_again(
 
 def test_decision_made_here_that_contradicts_its_round_is_a_bug_of_ours() -> None:
     """Nobody would decide again: the driver must end the request, not leave the target and wait."""
-    loopback = loopback_of(plan_of(decide_here=True))
+    loopback = loopback_of(plan_of(decide_here=True, num_draft_tokens=3))
 
     def decide(action: Action) -> list[Event] | None:
         if not isinstance(action, Decide):
