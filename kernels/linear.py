@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.configs.layers import launches_early, linear_tiles
+from kernels.configs.layers import LinearTiles, launches_early, linear_tiles
 from kernels.fp8_weight import Fp8Weight
 from kernels.linear_kernels import _finish_kernel, _linear_kernel
 from kernels.linear_persistent import fits_persistent, launch_persistent
@@ -66,9 +66,9 @@ def _num_chunks(weight: Tensor, dtype: torch.dtype) -> int:
     return triton.cdiv(weight.shape[1], chunk_depth(weight, dtype))
 
 
-def _splits(x: Tensor, weight: Tensor, swiglu: bool) -> bool:
+def _splits(tiles: LinearTiles, weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether programs share the chunks of this product, and leave their sums to be added."""
-    return linear_tiles(x, weight, swiglu).split and _num_chunks(weight, x.dtype) > 1
+    return tiles.split and _num_chunks(weight, dtype) > 1
 
 
 def _descriptor(tensor: Tensor, block: int, step_k: int) -> TensorDescriptor:
@@ -109,30 +109,35 @@ def launch_product(
     """
     if not invariant:
         return F.linear(x, weight)[None]
-    num_rows, depth = x.shape
     swiglu = activation == "swiglu"
-    width = out.shape[1]
     tiles = linear_tiles(x, weight, swiglu)
-    chunk = chunk_depth(weight, x.dtype)
-    num_chunks = _num_chunks(weight, x.dtype)
-    split = _splits(x, weight, swiglu)
+    own, lasting = tiles.specialised, tiles.persistent
+    chunk, early = chunk_depth(weight, x.dtype), launches_early(x.device)
     partials = None
-    if split:
-        shape = (num_chunks, num_rows, weight.shape[0])
+    if _splits(tiles, weight, x.dtype):
+        shape = (_num_chunks(weight, x.dtype), x.shape[0], weight.shape[0])
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    early = launches_early(x.device)
-    own = tiles.specialised
-    ends_alone = split or (bias is None and activation == "none")  # a split ends in another launch
-    is_bare = scale is None and not swiglu and ends_alone and split == tiles.split
-    if own is not None and is_bare and fits(x, weight, chunk, split, own):
+    if own is not None and fits(x, weight, scale, bias, activation, chunk, tiles.split, own):
         launch_specialised(x, weight, residual, out, partials, chunk, own, early)
-        return partials
-    lasting = tiles.persistent
-    is_bare = scale is None and bias is None and residual is None and num_chunks == 1
-    is_bare = is_bare and activation in ("none", "swiglu")
-    if lasting is not None and is_bare and fits_persistent(x, weight, lasting):
+    elif lasting is not None and fits_persistent(
+        x, weight, scale, bias, residual, activation, chunk, lasting
+    ):
         launch_persistent(x, weight, out, swiglu, lasting, early)
-        return None
+    else:
+        _launch_tiles(x, weight, scale, bias, residual, out, partials, activation)
+    return partials
+
+
+def _launch_tiles(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    out: Tensor, partials: Tensor | None, activation: str,
+) -> None:  # fmt: skip
+    """The kernel that takes every product: `out`, or the chunks' sums where `partials` is given."""
+    num_rows, depth = x.shape
+    width, num_chunks = out.shape[1], _num_chunks(weight, x.dtype)
+    swiglu, split = activation == "swiglu", partials is not None
+    tiles = linear_tiles(x, weight, swiglu)
+    chunk, early = chunk_depth(weight, x.dtype), launches_early(x.device)
     describe = (
         tiles.descriptors
         and _can_describe(weight, tiles.block_n)
@@ -159,7 +164,6 @@ def launch_product(
         THREADS=32 * tiles.num_warps, EARLY=early, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages * tiles.block_k // step_k, launch_pdl=early,
     )  # fmt: skip
-    return partials
 
 
 def operands(
@@ -237,7 +241,7 @@ def _chunks_fake(
     x: Tensor, weight: Tensor, _scale: Tensor | None, _bias: Tensor | None, invariant: bool
 ) -> Tensor:
     rows, width = x.shape[0], weight.shape[0]
-    if rows == 0 or (invariant and not _splits(x, weight, False)):
+    if rows == 0 or (invariant and not _splits(linear_tiles(x, weight, False), weight, x.dtype)):
         return x.new_empty(rows, width)
     if not invariant:
         return x.new_empty(1, rows, width)

@@ -8,7 +8,7 @@ tile: one warp copies, and the next tile's stages are on their way while this on
 
 The numeric contract is that of `linear`, for weights of one chunk. `linear` chooses this kernel
 where the table says so and `fits_persistent` agrees, and its own everywhere else: the interpreter
-does not model Gluon. Must not know bias, residuals, chunks or weights of one byte.
+does not model Gluon. Does without bias, residuals, chunks and weights of one byte.
 """
 
 from __future__ import annotations
@@ -280,12 +280,21 @@ def _is_filled(num_rows: int, num_units: int, num_programs: int) -> bool:
     return 5 * num_units * row_tiles >= 4 * most_units * num_programs
 
 
-def fits_persistent(x: Tensor, weight: Tensor, own: Persistent) -> bool:
-    """Whether x [num_rows, depth], rows > 0, and a weight [n, depth] of one chunk, gate and up or
-    plain, are the kernel's: 16-bit, whole units and stages, and tiles that fill a device."""
+def fits_persistent(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    activation: str, chunk: int, own: Persistent,
+) -> bool:  # fmt: skip
+    """Whether a product of x [num_rows, depth], rows > 0, and a weight [n, depth], gate and up or
+    plain, is the kernel's: nothing behind the sums but SwiGLU, one chunk of K, 16-bit, whole units
+    and stages, and tiles that fill a device."""
     num_weights, depth = weight.shape
     return (
-        x.dtype in TYPES
+        scale is None
+        and bias is None
+        and residual is None
+        and activation in ("none", "swiglu")
+        and depth <= chunk
+        and x.dtype in TYPES
         and weight.dtype is x.dtype
         and num_weights % COLUMNS.value == 0
         and depth % STEP_K.value == 0

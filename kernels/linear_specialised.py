@@ -7,8 +7,8 @@ chunk's tiles are on their way while this one's sums are added. One program a ti
 
 The numeric contract is that of `linear`, which chooses this kernel where the table says so and
 `fits` agrees, and its own everywhere else: the interpreter does not model Gluon. Weights are the
-first operand of the same family of matrix instructions, so that bits are equal. Must not know
-bias, activations or weights of one byte.
+first operand of the same family of matrix instructions, so that bits are equal. Does without bias,
+activations and weights of one byte.
 """
 
 from __future__ import annotations
@@ -240,16 +240,24 @@ def can_describe(tensor: Tensor) -> bool:
     return begins_well and tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0
 
 
-def fits(x: Tensor, weight: Tensor, chunk: int, split: bool, own: Specialised) -> bool:
-    """Whether x [num_rows, depth], rows > 0, and a weight [width, depth] are the kernel's.
+def fits(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, activation: str,
+    chunk: int, split: bool, own: Specialised,
+) -> bool:  # fmt: skip
+    """Whether a product of x [num_rows, depth], rows > 0, and a weight [width, depth] is the
+    kernel's; split: whether chunks of K are to be stored apart.
 
+    Nothing to do behind the sums, unless chunks stored apart leave it to the launch that adds them;
     16-bit, whole tiles of weights, whole chunks of K that each fill the pipeline, and programs that
     all run at once: a second round of such tiles would leave most of a device idle.
     """
     width, depth = weight.shape
-    num_chunks = depth // chunk if split else 1
+    num_chunks = triton.cdiv(depth, chunk) if split else 1
     return (
-        x.dtype in TYPES
+        scale is None
+        and activation != "swiglu"
+        and (num_chunks > 1 if split else bias is None and activation == "none")
+        and x.dtype in TYPES
         and weight.dtype is x.dtype
         and width % (COLUMNS.value * own.groups) == 0
         and depth % chunk == 0

@@ -13,7 +13,7 @@ from kernels import linear_persistent
 from kernels.configs import layers
 from kernels.configs.layers import LinearTiles, Persistent, linear_tiles
 from kernels.fp8_weight import FP8
-from kernels.linear import linear
+from kernels.linear import chunk_depth, linear
 from kernels.linear_persistent import TILE_ROWS, fits_persistent, tiles_of
 from tests.kernels.gluon_model import Model, names_in, run_launch
 from tests.kernels.sm90_audit import recorded
@@ -93,6 +93,19 @@ def test_everything_else_stays() -> None:
     assert kernel_of(x, meta(4096, 28672).T) == PRESENT
     assert kernel_of(meta(160, 3072), meta(16384, 3072)) == PRESENT  # 86 programs of three units
     assert kernel_of(meta(320, 3072), meta(16384, 3072)) == PERSISTENT
+
+
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+def test_what_it_cannot_end_is_refused_whatever_the_table_asks(activation: str) -> None:
+    """Scales, bias, residuals, other activations and a second chunk."""
+    x, weight, own = meta(320, 4096), meta(28672, 4096), Persistent()
+    more = meta(28672).float(), meta(28672), meta(320, 28672)
+    assert fits_persistent(x, weight, None, None, None, activation, 4096, own)
+    for index in range(3):
+        scale, bias, residual = (t if i == index else None for i, t in enumerate(more))
+        assert not fits_persistent(x, weight, scale, bias, residual, activation, 4096, own)
+    assert not fits_persistent(x, weight, None, None, None, "silu", 4096, own)
+    assert not fits_persistent(x, weight, None, None, None, activation, 2048, own)
 
 
 @pytest.mark.parametrize("rows", [1, 160, 161, 320, 321])
@@ -261,5 +274,7 @@ def test_the_table_asks_for_what_fits() -> None:
         x, weight = meta(rows, 4096), meta(width, 4096)
         own = linear_tiles(x, weight, width == 28672).persistent
         assert own is not None
-        assert fits_persistent(x, weight, own)
-        assert not fits_persistent(x, weight, Persistent(100_000))
+        activation, chunk = "swiglu" if width == 28672 else "none", chunk_depth(weight, x.dtype)
+        assert fits_persistent(x, weight, None, None, None, activation, chunk, own)
+        idle = Persistent(100_000)
+        assert not fits_persistent(x, weight, None, None, None, activation, chunk, idle)

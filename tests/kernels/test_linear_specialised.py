@@ -14,7 +14,7 @@ from kernels.configs.layers import LinearTiles, Specialised, linear_tiles
 from kernels.fp8_weight import FP8
 from kernels.linear import chunk_depth, linear, linear_chunks
 from kernels.linear_norm import linear_norm
-from kernels.linear_specialised import TILE_ROWS, grid_of
+from kernels.linear_specialised import TILE_ROWS, fits, grid_of
 from tests.kernels.gluon_model import run_launch
 from tests.kernels.sm90_audit import recorded
 
@@ -77,6 +77,19 @@ def test_everything_else_stays() -> None:
     # What a split leaves to the launch that adds does not matter.
     split = meta(160, 4096)
     assert kernel_of(split, weight, bias=meta(4096), activation="silu") == SPECIALISED
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_it_cannot_end_is_refused_whatever_the_table_asks(split: bool) -> None:
+    """Scales and SwiGLU always; bias and activations unless another launch adds the chunks; one
+    chunk where it should."""
+    x, weight, own = meta(160, 4096), meta(6144, 4096), Specialised(1, 7, most_programs=384)
+    assert fits(x, weight, None, None, "none", 1024, split, own)
+    assert fits(x, weight, None, meta(6144), "none", 1024, split, own) is split
+    assert fits(x, weight, None, None, "silu", 1024, split, own) is split
+    assert not fits(x, weight, meta(6144).float(), None, "none", 1024, split, own)
+    assert not fits(x, weight, None, None, "swiglu", 1024, split, own)
+    assert fits(x, weight, None, None, "none", 4096, split, own) is not split
 
 
 @pytest.mark.parametrize("rows", [65, 160, 320])
@@ -210,10 +223,10 @@ def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
         assert own is not None
         chunk = chunk_depth(weight, x.dtype)
         assert depth // chunk == 4
-        assert linear_specialised.fits(x, weight, chunk, False, own)
-        assert not linear_specialised.fits(x, weight, 64 * (own.num_stages - 1), False, own)
         few = replace(own, most_programs=grid_of(rows, width, 1, own.groups)[2] - 1)
-        assert not linear_specialised.fits(x, weight, chunk, False, few)
+        assert fits(x, weight, None, None, "none", chunk, False, own)
+        assert not fits(x, weight, None, None, "none", 64 * (own.num_stages - 1), False, own)
+        assert not fits(x, weight, None, None, "none", chunk, False, few)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -237,7 +250,7 @@ def test_the_text_of_the_kernel_adds_what_it_should(
     out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
     partials = torch.full((num_chunks, rows, width), torch.nan) if split else None
     own = Specialised(groups, 3)
-    assert linear_specialised.fits(x, weight, 64 * steps, split, own)
+    assert fits(x, weight, None, None, "none", 64 * steps, split, own)
     with recorded(linear_specialised, SPECIALISED) as launches:
         linear_specialised.launch_specialised(
             x, weight, residual, out, partials, 64 * steps, own, True
