@@ -230,9 +230,9 @@ class ProgramExecutor:
         """The calling thread will run steps from now on."""
         self.programs.enter_thread()
 
-    def use_idle(self) -> bool:
-        """Capture one shape that ran uncaptured. False when none did."""
-        return self.programs.capture_next()
+    def use_idle(self) -> None:
+        """Capture one shape that ran uncaptured, if any did."""
+        self.programs.capture_next()
 
     # ------------------------------------------------------------ layout
 

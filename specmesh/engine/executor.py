@@ -80,8 +80,8 @@ class Executor(Protocol):
         """The calling thread will run steps from now on."""
         ...
 
-    def use_idle(self) -> bool:
-        """Do some preparation while nothing waits. False when there is none to do."""
+    def use_idle(self) -> None:
+        """Do some preparation, if there is any, while nothing waits."""
         ...
 
 
@@ -149,9 +149,8 @@ class StepExecutor:
     def enter_thread(self) -> None:
         """Nothing belongs to a thread."""
 
-    def use_idle(self) -> bool:
+    def use_idle(self) -> None:
         """Nothing to prepare."""
-        return False
 
     def warm_up(self, lengths: Sequence[int]) -> None:
         """Run one pass of each length (tokens), so that no request pays for a first time.

@@ -137,12 +137,10 @@ class ProgramSet:
         self._found.clear()
         self._ready.clear()
 
-    def capture_next(self) -> bool:
-        """Capture the shape whose uncaptured runs took longest. False when none waits."""
-        if not self._spent_s:
-            return False
-        self._try_capture(max(self._spent_s, key=lambda shape: self._spent_s[shape]))
-        return True
+    def capture_next(self) -> None:
+        """Capture the shape whose uncaptured runs took longest, if there is one."""
+        if self._spent_s:
+            self._try_capture(max(self._spent_s, key=lambda shape: self._spent_s[shape]))
 
     def _try_capture(self, shape: StepShape) -> None:
         """Capture while serving: a shape that cannot be captured goes on as it ran so far.
