@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,14 +17,16 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specmesh.distill import trainer
+from specmesh.distill import folder, trainer
 from specmesh.distill.card import _data
 from specmesh.distill.losses import LossWeights
 from specmesh.distill.run import distill
 from specmesh.distill.sampling import Rows, Turn
 from specmesh.distill.trainer import Trainer
+from specmesh.engine import weight_check
 from specmesh.engine.decoder import StepBatch, load_decoder
 from specmesh.engine.model_pair import check_pair
+from specmesh.engine.weights import CHECKSUMS_FILE, recorded_files
 from specmesh.errors import ConfigError
 from tests.exact.grpc_sessions import Generation, serve
 from tests.unit.distill_pair import prompt_file, run, settings, tiny_target
@@ -99,6 +102,60 @@ def test_the_folder_loads_everywhere(target: Path, tmp_path: Path) -> None:
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ours, theirs = (m.get_input_embeddings().weight for m in (model, whole))
     assert torch.equal(ours, theirs)
+
+
+def test_the_folder_is_sealed(target: Path, tmp_path: Path) -> None:
+    """Its checksums.json records the model's files and no others: it fits them while a run goes on
+    and once that has written them anew. A byte of the weights that changes later is noticed by
+    `weight_check` and when a service loads them."""
+    out = tmp_path / "out"
+    run(settings(target, out, max_steps=3))
+    first = recorded_files(out)
+    shared = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert set(first) == {"config.json", "model.safetensors", *shared}
+    distill(settings(target, out, resume=True), lambda _record: weight_check.check(out))
+    weight_check.check(out)
+    load_decoder(out)
+    second = recorded_files(out)
+    assert [name for name in first if first[name] != second[name]] == ["model.safetensors"]
+    weights = out / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for read in (weight_check.check, load_decoder):
+        with pytest.raises(ConfigError, match=r"model\.safetensors"):
+            read(out)
+
+
+def test_a_draft_that_cannot_be_written_leaves_no_wrong_checksums(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk leaves the older draft whole; where renaming fails midway, no file is vouched
+    for. Either is an error that names --out, and leaves nothing else behind."""
+    out = tmp_path / "out"
+    run(settings(target, out, max_steps=3))
+    names = {path.name for path in out.iterdir()}
+    resumed = settings(target, out, resume=True)
+
+    def full(*_args: object, **_options: object) -> None:
+        raise RuntimeError("No space left on device")
+
+    def refuse(source: Path, place: Path) -> None:
+        if place.name == "model.safetensors":
+            raise OSError("refused")
+        replace_file(source, place)
+
+    replace_file = os.replace
+    monkeypatch.setattr(folder, "save_file", full)
+    with pytest.raises(ConfigError, match=r"out: .*No space left"):
+        run(resumed)
+    monkeypatch.undo()
+    weight_check.check(out)
+    assert {path.name for path in out.iterdir()} == names
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(ConfigError, match=r"out: .*refused"):
+        run(resumed)
+    assert {path.name for path in out.iterdir()} == names - {CHECKSUMS_FILE}
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
