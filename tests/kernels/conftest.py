@@ -11,6 +11,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.interpreter_speed import quicken
+
+    quicken()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Triton's interpreter turns one-element arrays into scalars, which numpy deprecates."""

@@ -134,15 +134,12 @@ def _read(cubin: bytes, shared_bytes: int) -> Report:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code, usage = (
-            subprocess.run(
-                [str(_CUOBJDUMP), flag, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for flag in ("-sass", "-res-usage")
-        )
-    fields = dict(
-        part.split(":", 1) for part in usage.replace("\n", " ").split() if part.count(":") == 1
-    )
+        code = subprocess.run(
+            [str(_CUOBJDUMP), "-sass", "-res-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    usage = next(line for line in code.splitlines() if " REG:" in line)
+    fields = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
     return Report(
         wgmma=code.count("HGMMA"),
         mma=code.count("HMMA"),
