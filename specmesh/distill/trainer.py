@@ -88,18 +88,17 @@ class Trainer:
         self._sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
         self._began = time.monotonic()
 
-    def resume(self, identity: dict[str, Any]) -> bool:
+    def resume(self, identity: dict[str, Any]) -> None:
         """Go on from the folder's checkpoint, if there is one. Raises ConfigError."""
         found = checkpoints.load(self._settings.out, identity, self._processes.device)
         if found is None:
-            return False
+            return
         self.place, state = found
         self._student.load_state_dict(state["student"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self._began = time.monotonic() - self.place.elapsed_s
         _cut_curve(self._settings.out / CURVE_FILE, self.place.step)
-        return True
 
     def run(self, identity: dict[str, Any]) -> dict[str, Score]:
         """Train; return the last scores. Raises ConfigError when the loss is no longer finite."""
