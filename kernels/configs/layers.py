@@ -162,16 +162,23 @@ def launches_early(device: torch.device) -> bool:
     return architecture(device) == "sm_90"
 
 
+def linear_kind(weight: Tensor, swiglu: bool) -> str:
+    """The table's kind of a weight [n, depth], whatever the bytes of one."""
+    columns = weight.shape[0]
+    if swiglu:
+        return "swiglu"
+    return "narrow" if columns < MIDDLE else "middle" if columns < WIDE else "wide"
+
+
 def linear_tiles(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
     """Tiles for x [num_rows, depth] times a weight [n, depth], of x's type or fp8."""
-    name, columns = architecture(weight.device), weight.shape[0]
+    name = architecture(weight.device)
     if name == "cpu":
         return _LINEAR_CPU
     is_fp8 = weight.dtype is not x.dtype
     if x.dtype is torch.float32:
         return _LINEAR_FLOAT32_FP8 if is_fp8 else _LINEAR_FLOAT32
-    kind = "narrow" if columns < MIDDLE else "middle" if columns < WIDE else "wide"
-    kind = "swiglu" if swiglu else kind
+    kind = linear_kind(weight, swiglu)
     for most, tiles in _LINEAR.get((name, f"fp8 {kind}" if is_fp8 else kind), []):
         if x.shape[0] <= most:
             return tiles if RUNS_PERSISTENT else replace(tiles, persistent=None)
