@@ -2,7 +2,8 @@
 
 Owns the messages of the response stream and the rule for slow readers: while the buffer is full
 the samples pause (their next round waits), and a reader that takes nothing for `slow_reader_s`
-loses the request, so that it cannot hold K/V forever. Must not know gRPC.
+loses the request, so that it cannot hold K/V or a place forever, whatever is left for it to take.
+Must not know gRPC.
 """
 
 from __future__ import annotations
@@ -57,15 +58,21 @@ class OutputStream:
         self._wake = asyncio.Event()
         self._error: SpecmeshError | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
+        self._left_at: float | None = None  # when the reader last left with a message
         self._resume: Callable[[], None] = lambda: None
         self._abandon: Callable[[SpecmeshError], None] = lambda error: None
         self.ended: dict[int, Ended] = {}
         self.first_chunk_s: float | None = None
 
     def connect(self, resume: Callable[[], None], abandon: Callable[[SpecmeshError], None]) -> None:
-        """resume: paused samples may go on. abandon: the reader has lost its request."""
+        """resume: paused samples may go on. abandon: the reader has lost its request.
+
+        From now on the reader is expected: until it comes for a message, it takes nothing.
+        """
         self._resume = resume
         self._abandon = abandon
+        self._left_at = self._loop.time()
+        self._watch(self._slow_reader_s)
 
     @property
     def is_full(self) -> bool:
@@ -80,8 +87,6 @@ class OutputStream:
         """Queue a message."""
         self._messages.append(message)
         self._wake.set()
-        if self.is_full and self._slow_timer is None:
-            self._slow_timer = self._loop.call_later(self._slow_reader_s, self._too_slow)
 
     def chunk(self, index: int, chunk: Deliver) -> None:
         """Queue confirmed tokens of a sample."""
@@ -123,7 +128,12 @@ class OutputStream:
         self._wake.set()
 
     async def next(self) -> pb.GenerateResponse | None:
-        """The next message; None after the last. Raises the error that ended the request."""
+        """The next message; None after the last. Raises the error that ended the request.
+
+        The reader takes its time from here on until it calls again: a message that its transport
+        does not take keeps it away.
+        """
+        self._left_at = None
         while not self._messages:
             if self._error is not None:
                 raise self._error
@@ -132,9 +142,7 @@ class OutputStream:
             self._wake.clear()
             await self._wake.wait()
         message = self._messages.popleft()
-        if self._slow_timer is not None:
-            self._slow_timer.cancel()
-            self._slow_timer = None
+        self._left_at = self._loop.time()
         if len(self._messages) == self._max_unread - 1:
             self._resume()
         return message
@@ -143,6 +151,21 @@ class OutputStream:
         """The reader is gone."""
         if self._slow_timer is not None:
             self._slow_timer.cancel()
+
+    def _watch(self, wait_s: float) -> None:
+        self._slow_timer = self._loop.call_later(wait_s, self._look)
+
+    def _look(self) -> None:
+        """Whether the reader has been away for too long. One timer for all messages: it is set
+        anew when it rings, not with each of them."""
+        if self._left_at is None:  # it waits here
+            self._watch(self._slow_reader_s)
+            return
+        left_s = self._left_at + self._slow_reader_s - self._loop.time()
+        if left_s > 0:
+            self._watch(left_s)
+        else:
+            self._too_slow()
 
     def _too_slow(self) -> None:
         self._messages.clear()

@@ -350,12 +350,37 @@ async def test_failure_comes_after_what_was_delivered() -> None:
         await stream.next()
 
 
-async def test_slow_reader_loses_its_request() -> None:
-    """A buffer that stays full for slow_reader_s is given up: pages are not held forever."""
-    stream = OutputStream(1, 1, 0.0, str)
+@pytest.mark.parametrize("num_taken", [0, 1, 2, 4])
+async def test_slow_reader_loses_its_request(num_taken: int) -> None:
+    """A reader that takes nothing for slow_reader_s is given up, wherever it stalls: before its
+    first message, with a buffer that is full, or full by more than one, and with its last message
+    at the transport. Neither pages nor its place are held forever."""
+    stream = OutputStream(2, 2, 0.0, str)
     given_up: asyncio.Future[SpecmeshError] = asyncio.get_running_loop().create_future()
     stream.connect(lambda: None, given_up.set_result)
-    stream.sink(0).deliver(Deliver(0, (1,), "x", ()))
-    assert isinstance(await given_up, Cancelled)
+    for index in range(4):  # two samples, each of them past the bound
+        stream.sink(index % 2).deliver(Deliver(index // 2, (1,), "x", ()))
+    for _ in range(num_taken):
+        assert await stream.next() is not None
+    assert isinstance(await asyncio.wait_for(given_up, 10), Cancelled)
     with pytest.raises(Cancelled):
         await stream.next()
+    stream.close()
+
+
+async def test_a_reader_that_waits_is_not_slow() -> None:
+    """Time without a message is the samples', however long they take."""
+    stream, given_up = OutputStream(1, 1, 0.0, str), []
+    stream.connect(lambda: None, given_up.append)
+
+    async def read() -> object:
+        message = await stream.next()
+        stream.close()  # it would be slow from here on
+        return message
+
+    reading = asyncio.create_task(read())
+    for _ in range(100):  # the timer rings at each turn of the loop
+        await asyncio.sleep(0)
+    stream.sink(0).deliver(Deliver(0, (1,), "x", ()))
+    assert await reading is not None
+    assert not given_up
