@@ -304,7 +304,10 @@ class Fleet:
         self._serve_seekers()
 
     def _serve_seekers(self) -> None:
-        for session_id, request in list(self._seekers.items()):
+        for session_id in list(self._seekers):
+            request = self._seekers.get(session_id)
+            if request is None:  # one told before it seeks again already, and served this one
+                continue
             candidates = [
                 each for each in self._candidates(Side.DRAFT) if each.address not in self._cooling
             ]
