@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from specmesh.errors import OutOfPages
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 
+ROOT = 0  # the serial of the empty prefix
+UNPUBLISHED = -1  # of a prefix that lookups do not find
+
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A full page that lookups may find. serial is unique for ever; parent_serial 0 is the root."""
+    """A full page that lookups may find. serial is unique for ever, and above ROOT."""
 
     page: int
     digest: int
@@ -45,7 +48,8 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._by_page: dict[int, _Published] = {}
         self._by_digest: dict[int, _Published] = {}
-        self._last_serial = 0
+        self._serials: set[int] = {ROOT}  # of what lookups may find
+        self._last_serial = ROOT
 
     @property
     def num_free(self) -> int:
@@ -109,28 +113,42 @@ class BlockPool:
         for page in reversed(list(pages)):
             self.release(page)
 
-    def publish(self, page: int, digest: int, parent_digest: int, tokens: Sequence[int]) -> bool:
+    def publish(self, page: int, digest: int, parent_serial: int, tokens: Sequence[int]) -> int:
         """Let lookups find a full page of confirmed tokens whose K/V is written.
 
-        digest is the ledger's digest at the page's end, parent_digest the one at its beginning
-        (EMPTY_DIGEST for the first page), tokens the page's own. Returns False, and changes
-        nothing, where the prefix before it is not published, or another page already stands for
-        it. Idempotent for the same page.
+        digest: the ledger's at the page's end. parent_serial: what publishing the page before it
+        returned (ROOT for the first page). tokens: the page's own. Returns the serial of the page
+        that stands for this prefix from now on, this one or another that did already; UNPUBLISHED,
+        changing nothing, where the prefix before it is not published, or a page of another prefix
+        with the same digest is. Idempotent for the same page.
+
+        Prefixes are told apart by their tokens: whoever may choose tokens can find two prefixes of
+        one digest, and what is computed behind the one must not be found behind the other.
         """
         assert len(tokens) == self.page_size, "only full pages are published"
         assert self._ref_counts[page] > 0, f"page {page} is not in use"
-        if page in self._by_page or digest in self._by_digest:
-            return False
-        parent = self._by_digest.get(parent_digest)
-        if parent is None and parent_digest != EMPTY_DIGEST:
-            return False
+        if parent_serial not in self._serials:
+            return UNPUBLISHED
+        own = tuple(tokens)
+        known = self._by_page.get(page) or self._by_digest.get(digest)
+        if known is not None:
+            stands = (known.digest, known.parent_serial, known.tokens) == (
+                digest,
+                parent_serial,
+                own,
+            )
+            return known.serial if stands else UNPUBLISHED
         self._last_serial += 1
-        entry = _Published(
-            page, digest, tuple(tokens), self._last_serial, parent.serial if parent else 0
-        )
+        entry = _Published(page, digest, own, self._last_serial, parent_serial)
         self._by_page[page] = entry
         self._by_digest[digest] = entry
-        return True
+        self._serials.add(entry.serial)
+        return entry.serial
+
+    def serial_of(self, page: int) -> int:
+        """The serial of a published page; UNPUBLISHED for any other."""
+        entry = self._by_page.get(page)
+        return UNPUBLISHED if entry is None else entry.serial
 
     def lookup(self, tokens: Sequence[int]) -> list[int]:
         """Find and retain the pages of the longest published prefix of tokens.
@@ -140,7 +158,7 @@ class BlockPool:
         one's logits: only what is fed has any.
         """
         pages = []
-        digest, parent_serial = EMPTY_DIGEST, 0
+        digest, parent_serial = EMPTY_DIGEST, ROOT
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             own = tuple(tokens[start : start + self.page_size])
             digest = extend_digest(digest, own)
@@ -186,13 +204,16 @@ class BlockPool:
         assert evictable <= set(self._by_page), "a cached page nobody can find"
         assert not free & set(self._by_page), "a free page that lookups find"
         assert set(self._by_digest.values()) == set(self._by_page.values())
+        assert self._serials == {ROOT, *(entry.serial for entry in self._by_page.values())}
         for page, entry in self._by_page.items():
             assert entry.page == page
             assert self._by_digest[entry.digest] is entry
-            assert 0 <= entry.parent_serial < entry.serial <= self._last_serial
+            assert ROOT <= entry.parent_serial < entry.serial <= self._last_serial
 
     def _evict(self) -> int:
         """Unpublish the page that was released longest ago. What follows it ages out as well."""
         page, _ = self._evictable.popitem(last=False)
-        del self._by_digest[self._by_page.pop(page).digest]
+        entry = self._by_page.pop(page)
+        del self._by_digest[entry.digest]
+        self._serials.remove(entry.serial)
         return page

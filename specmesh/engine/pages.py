@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from specmesh.engine.block_pool import BlockPool
+from specmesh.engine.block_pool import ROOT, BlockPool
 from specmesh.engine.sessions import Session
 
 
@@ -31,7 +31,7 @@ class PageTables:
         ledger = session.ledger
         limit = min(max_len, ledger.confirmed_len)
         session.block_table = self.pool.lookup(ledger.tokens[:limit])
-        session.num_published = len(session.block_table)
+        session.published = [self.pool.serial_of(page) for page in session.block_table]
         ledger.allocated_len = len(session.block_table) * self.page_size
         ledger.wrote(ledger.allocated_len)
         return ledger.allocated_len
@@ -59,7 +59,7 @@ class PageTables:
                 copies.append((page, session.block_table[index]))
             self.pool.release(page)
         session.block_table += fresh
-        session.num_published = min(session.num_published, written_len // self.page_size)
+        del session.published[written_len // self.page_size :]
         session.ledger.allocated_len = len(session.block_table) * self.page_size
         return copies
 
@@ -67,21 +67,22 @@ class PageTables:
         """Offer full pages of confirmed, valid K/V to the prefix cache."""
         ledger = session.ledger
         num_full = min(ledger.kv_len, ledger.confirmed_len) // self.page_size
-        for index in range(session.num_published, num_full):
+        published = session.published
+        for index in range(len(published), num_full):
             start, end = index * self.page_size, (index + 1) * self.page_size
-            self.pool.publish(
+            serial = self.pool.publish(
                 session.block_table[index],
                 ledger.digest(end),
-                ledger.digest(start),
+                published[-1] if published else ROOT,
                 ledger.tokens[start:end],
             )
-        session.num_published = max(session.num_published, num_full)
+            published.append(serial)
 
     def release(self, session: Session) -> None:
         """Give every page back. Published ones stay in the prefix cache until they are evicted."""
         self.pool.release_all(session.block_table)
         session.block_table = []
-        session.num_published = 0
+        session.published = []
         session.ledger.drop_kv()
 
     def num_freed(self, sessions: Iterable[Session]) -> int:

@@ -109,10 +109,10 @@ class Checkpoint:
 class Session:
     """One session on this side. serial orders sessions by age; the newest is preempted first.
 
-    block_table: page ids in order of position. num_published: leading pages already offered to the
-    prefix cache. task: the command at work (specmesh/engine/scheduler.py), None when idle.
-    answered: the last command that was answered to its end, for repeats (its answers:
-    specmesh/engine/answers.py).
+    block_table: page ids in order of position. published: serials of leading pages that were
+    offered to the prefix cache (specmesh/engine/block_pool.py). task: the command at work
+    (specmesh/engine/scheduler.py), None when idle. answered: the last command that was answered to
+    its end, for repeats (its answers: specmesh/engine/answers.py).
     """
 
     link: Link
@@ -124,7 +124,7 @@ class Session:
     ledger: Ledger
     last_used_ns: int
     block_table: list[int] = field(default_factory=list)
-    num_published: int = 0
+    published: list[int] = field(default_factory=list)
     queued: deque[Request] = field(default_factory=deque)
     task: Any = None
     answered: Any = None

@@ -5,21 +5,34 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specmesh.engine.block_pool import BlockPool
+from specmesh.engine.block_pool import ROOT, UNPUBLISHED, BlockPool
 from specmesh.errors import OutOfPages
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 
 PAGE = 4
 
 
-def publish_all(pool: BlockPool, tokens: list[int], pages: list[int]) -> list[bool]:
-    """Publish every full page of tokens, first to last."""
-    done, digest = [], EMPTY_DIGEST
+def publish_all(pool: BlockPool, tokens: list[int], pages: list[int]) -> list[int]:
+    """Publish every full page of tokens, first to last; the serials that stand for them."""
+    serials, digest = [ROOT], EMPTY_DIGEST
     for i in range(len(tokens) // pool.page_size):
         own = tokens[i * pool.page_size : (i + 1) * pool.page_size]
-        parent, digest = digest, extend_digest(digest, own)
-        done.append(pool.publish(pages[i], digest, parent, own))
-    return done
+        digest = extend_digest(digest, own)
+        serials.append(pool.publish(pages[i], digest, serials[-1], own))
+    return serials[1:]
+
+
+def with_digest_of(tokens: list[int], *others: int) -> list[int]:
+    """`others` and one more, chosen so that the digest is that of `tokens`.
+
+    A single id of 64 bits; a search among prompts of real ids finds as much, with more work.
+    """
+    behind, mask = extend_digest(EMPTY_DIGEST, tokens[:-1]), (1 << 64) - 1
+    before_mixing = behind + EMPTY_DIGEST * (tokens[-1] + 1)
+    missing = before_mixing - extend_digest(EMPTY_DIGEST, others)
+    found = [*others, (missing * pow(EMPTY_DIGEST, -1, 1 << 64) - 1) & mask]
+    assert extend_digest(EMPTY_DIGEST, found) == extend_digest(EMPTY_DIGEST, tokens)
+    return found
 
 
 def test_allocate_hands_out_distinct_pages_and_fails_whole() -> None:
@@ -46,7 +59,7 @@ def test_lookup_returns_the_longest_published_prefix_and_retains_it() -> None:
     pool = BlockPool(8, PAGE)
     tokens = list(range(11))
     pages = pool.allocate(3)
-    assert publish_all(pool, tokens, pages) == [True, True]
+    assert publish_all(pool, tokens, pages) == [1, 2]
     assert pool.lookup([*range(8), 99]) == pages[:2]
     assert pool.lookup([0, 1, 2, 3, 4, 5, 6, 99]) == pages[:1]
     assert pool.lookup([99, 1, 2, 3, 4, 5, 6, 7]) == []
@@ -98,13 +111,14 @@ def test_publish_refuses_a_second_page_for_a_prefix_and_orphans() -> None:
     pool = BlockPool(4, PAGE)
     first, second = pool.allocate(2), pool.allocate(2)
     tokens = list(range(8))
-    assert publish_all(pool, tokens, first) == [True, True]
-    assert publish_all(pool, tokens, second) == [False, False]
-    assert publish_all(pool, tokens, first) == [False, False]
-    orphan_parent = extend_digest(EMPTY_DIGEST, [50, 51, 52, 53])
-    assert not pool.publish(
-        second[1], extend_digest(orphan_parent, [1, 2, 3, 4]), orphan_parent, [1, 2, 3, 4]
-    )
+    serials = publish_all(pool, tokens, first)
+    assert serials == [pool.serial_of(page) for page in first]
+    assert publish_all(pool, tokens, second) == serials
+    assert publish_all(pool, tokens, first) == serials
+    assert [pool.serial_of(page) for page in second] == [UNPUBLISHED] * 2
+    orphan_digest = extend_digest(EMPTY_DIGEST, [50, 51, 52, 53, 1, 2, 3, 4])
+    for parent_serial in (UNPUBLISHED, max(serials) + 1):
+        assert pool.publish(second[1], orphan_digest, parent_serial, [1, 2, 3, 4]) == UNPUBLISHED
     pool.check_integrity()
 
 
@@ -129,9 +143,22 @@ def test_lookup_compares_tokens_behind_equal_digests() -> None:
     pool = BlockPool(2, PAGE)
     (page,) = pool.allocate(1)
     digest = extend_digest(EMPTY_DIGEST, [1, 2, 3, 4])
-    assert pool.publish(page, digest, EMPTY_DIGEST, [9, 9, 9, 9])
+    assert pool.publish(page, digest, ROOT, [9, 9, 9, 9]) > ROOT
     assert pool.lookup([1, 2, 3, 4]) == []
     assert pool.ref_count(page) == 1
+
+
+def test_a_page_behind_a_colliding_prefix_is_not_found_behind_another() -> None:
+    """A prompt made to have another's digest publishes nothing behind it: K/V that was computed
+    behind other tokens would be read by whoever sends the first prompt."""
+    pool = BlockPool(4, PAGE)
+    prompt, more = [1, 2, 3, 4], [5, 6, 7, 8]
+    other = with_digest_of(prompt, 9, 9, 9)
+    honest, hostile = pool.allocate(1), pool.allocate(2)
+    publish_all(pool, prompt, honest)
+    assert publish_all(pool, [*other, *more], hostile) == [UNPUBLISHED] * 2
+    assert pool.lookup([*prompt, *more]) == honest
+    pool.check_integrity()
 
 
 def test_copy_on_write_keeps_private_pages_and_replaces_shared_ones() -> None:

@@ -203,7 +203,7 @@ def test_shared_pages_are_copied_before_they_are_written() -> None:
     assert session.block_table[0] == shared[0]
     assert session.block_table[1] != shared[1]
     assert step.segments[0].start == 6
-    assert session.num_published == 1
+    assert session.published == [bench.pool.serial_of(shared[0])]
 
 
 def test_reused_tokens_are_counted_once_however_often_pages_were_asked_for() -> None:
