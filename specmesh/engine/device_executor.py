@@ -264,19 +264,21 @@ class ProgramExecutor:
         return [max(1, min(count, chain)) for count in wanted]
 
     def _need(self, launch: _Launch, num_passes: int) -> StepShape:
-        """What a launch takes, to the token."""
+        """What a launch takes. To the token, but for what programs come in few sizes of and steps
+        in many, rows of a chunk and ids of a received row: the program of each need is kept."""
         side, segments = self._side, launch.segments
         rows_per_seq, num_ids, is_filtered = side.shape(segments)
         rows_per_seq = max(rows_per_seq, *(segment.num_rows for segment in segments))
+        long_rows = 0 if launch.long is None else launch.long.end - launch.long.start
         context = max(segment.end for segment in segments) + num_passes - 1
         return StepShape(
             num_seqs=len(launch.short),
             max_query_len=max((s.end - s.start for s in launch.short), default=1),
-            long_rows=0 if launch.long is None else launch.long.end - launch.long.start,
+            long_rows=bucket_for(long_rows, (0, *self._buckets.long_rows)),
             num_passes=num_passes,
             rows_per_seq=rows_per_seq,
             max_context_len=bucket_for(context, self._buckets.contexts),
-            num_ids=num_ids,
+            num_ids=side.round_up(rows_per_seq, num_ids)[1],
             is_filtered=is_filtered,
         )
 
