@@ -118,7 +118,7 @@ def launch_product(
         shape = (_num_chunks(weight, x.dtype), x.shape[0], weight.shape[0])
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if own is not None and fits(x, weight, scale, bias, activation, chunk, tiles.split, own):
-        launch_specialised(x, weight, residual, out, partials, chunk, own, early)
+        launch_specialised(x, weight, residual, out, partials, swiglu, chunk, own, early)
     elif lasting is not None and fits_persistent(
         x, weight, scale, bias, residual, activation, chunk, lasting
     ):

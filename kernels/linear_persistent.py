@@ -13,8 +13,6 @@ does not model Gluon. Does without bias, residuals, chunks and weights of one by
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,21 +24,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.configs.layers import Persistent
 from kernels.linear_specialised import (
     COLUMNS,
-    MORE,
-    ROWS,
-    STEP_K,
-    TILE_ROWS,
     TYPES,
     can_describe,
     copy_rows,
+    copy_unit,
+    described,
+    described_weights,
+    gated,
 )
 
+# Rows of a tile, in two products: an operand's sides are powers of two.
+ROWS, MORE = gl.constexpr(128), gl.constexpr(32)
+TILE_ROWS = ROWS.value + MORE.value
+STEP_K = gl.constexpr(64)  # columns of K a stage
 UNITS, FEWER = gl.constexpr(4), gl.constexpr(3)  # of COLUMNS weights, a tile
 STAGES = gl.constexpr(4)  # 208 KiB of shared memory: no fifth
 PIECE = gl.constexpr(32)  # rows that leave at a time: what room the stages leave
@@ -67,16 +68,7 @@ def _copy_weights(weight, w_tiles, full, stage, first_unit, units, k, SWIGLU: gl
     mbarrier.expect(full.index(stage), FEWER * UNIT_BYTES + ROW_BYTES, pred=units != UNITS)
     for unit in gl.static_range(UNITS):
         place = w_tiles.index(stage * UNITS + unit)
-        at = first_unit + unit
-        if SWIGLU:
-            eights = place._reinterpret(weight.dtype, [4, 2, 8, STEP_K], weight.layout)
-            tma.async_copy_global_to_shared(
-                weight, [at * 4, 0, 0, k], full.index(stage), eights, pred=unit < units
-            )
-        else:
-            tma.async_copy_global_to_shared(
-                weight, [at * COLUMNS, k], full.index(stage), place, pred=unit < units
-            )
+        copy_unit(weight, place, full.index(stage), first_unit + unit, k, SWIGLU, unit < units)
 
 
 @gluon.jit
@@ -89,7 +81,8 @@ def _copy(weight, x, more_x, w_tiles, x_tiles, more_tiles, full, empty, num_tile
     if EARLY:
         gdc_wait()
     for ahead in gl.static_range(STAGES):
-        copy_rows(x, more_x, x_tiles, more_tiles, full, ahead, first_row, ahead * STEP_K)
+        copy_rows(x, more_x, x_tiles, more_tiles, full, ahead, first_row, ahead * STEP_K, ROWS,
+                  MORE)  # fmt: skip
     at = gl.to_tensor(STAGES)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row, first_unit, units = _place_of(tile, row_tiles, full_columns)
@@ -100,7 +93,7 @@ def _copy(weight, x, more_x, w_tiles, x_tiles, more_tiles, full, empty, num_tile
             mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
             k = step * STEP_K
             _copy_weights(weight, w_tiles, full, stage, first_unit, units, k, SWIGLU)
-            copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k)
+            copy_rows(x, more_x, x_tiles, more_tiles, full, stage, first_row, k, ROWS, MORE)
             at += 1
 
 
@@ -167,11 +160,7 @@ def _put_piece(y, out, out_tiles, first_row, first_column, BUFFER: gl.constexpr)
 def _put(sums, out, out_tiles, first_row, unit, SWIGLU: gl.constexpr):
     """A unit's sums [COLUMNS, ROWS or MORE] through their end to `out`, one rounding."""
     num_rows: gl.constexpr = sums.shape[1]
-    if SWIGLU:
-        gate, up = sums.reshape([4, 2, 8, num_rows]).permute([0, 2, 3, 1]).split()
-        y = (gate * (1 / (1 + gl.exp(-gate))) * up).reshape([COLUMNS // 2, num_rows])
-    else:
-        y = sums
+    y = gated(sums) if SWIGLU else sums
     first_column = unit * y.shape[0]
     if num_rows == PIECE:
         _put_piece(y, out, out_tiles, first_row, first_column, 0)
@@ -314,18 +303,9 @@ def launch_persistent(
     row_tiles, full_columns, num_tiles = tiles_of(
         x.shape[0], num_weights // COLUMNS.value, own.num_programs
     )
-
-    def described(tensor: Tensor, *block: int) -> Any:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[x.dtype])
-        return TensorDescriptor.from_tensor(tensor, list(block), layout)
-
-    if swiglu:  # eight of gate, eight of up
-        eights = weight.view(2, num_weights // 16, 8, depth).permute(1, 0, 2, 3)
-        weights = described(eights, COLUMNS.value // 16, 2, 8, STEP_K.value)
-    else:
-        weights = described(weight, COLUMNS.value, STEP_K.value)
     _persistent_linear_kernel[(min(num_tiles, own.num_programs),)](
-        weights, described(x, ROWS.value, STEP_K.value), described(x, MORE.value, STEP_K.value),
+        described_weights(weight, swiglu, STEP_K.value), described(x, ROWS.value, STEP_K.value),
+        described(x, MORE.value, STEP_K.value),
         described(out, PIECE.value, COLUMNS.value // (2 if swiglu else 1)), num_tiles, row_tiles,
         full_columns, depth // STEP_K.value, SWIGLU=swiglu, EARLY=early, num_warps=4,
         launch_pdl=early,

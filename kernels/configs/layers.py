@@ -24,12 +24,25 @@ class RopeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Specialised:
-    """Launch of `linear_specialised`: warpgroups a tile and stages in flight. most_programs: that
-    run at once, one a multiprocessor."""
+    """Launch of `linear_specialised`: warpgroups a tile, each of 64 weights, and stages in flight
+    of step_k columns of K.
+
+    A tile has rows and more_rows, 0 for none. at_once: programs a multiprocessor holds, which share
+    its registers and memory. num_multiprocessors: of the device, as all programs run at once.
+    """
 
     groups: int
     num_stages: int
-    most_programs: int = 132
+    rows: int = 128
+    more_rows: int = 32
+    step_k: int = 64
+    at_once: int = 1
+    num_multiprocessors: int = 132
+
+    def __post_init__(self) -> None:
+        is_tile = self.rows in (32, 64, 128) and self.more_rows in (0, 8, 16, 32)
+        if not is_tile or self.step_k not in (64, 128) or self.groups not in (1, 2):
+            raise ValueError(f"{self} is no tile of the kernel's")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +62,9 @@ class LinearTiles:
     columns of K a round of the loop takes, where they divide K and its chunks; else the contract's,
     with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
-    asked for before the kernel ahead has ended, a power of two. specialised: plain products that
-    fit take `linear_specialised`, split or not as here. persistent: those of one chunk that fit,
-    plain or with SwiGLU, take `linear_persistent`.
+    asked for before the kernel ahead has ended, a power of two. specialised: products that fit take
+    `linear_specialised`, split or not as here. persistent: those of one chunk that fit, plain or
+    with SwiGLU, take `linear_persistent`.
     """
 
     block_m: int

@@ -7,6 +7,7 @@ in the table; those that `linear_specialised` or `linear_persistent` would not t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
@@ -24,11 +25,12 @@ from kernels.configs.layers import (
 from kernels.configs.trial import ARCHITECTURE, Trial
 from kernels.linear import chunk_depth
 from kernels.linear_persistent import fits_persistent
-from kernels.linear_specialised import fits
+from kernels.linear_specialised import fits, fits_multiprocessor, grid_of
 
 PRESENT, LIBRARY = "present", "library"  # candidates that are not: the table's launch, cuBLAS
 SHARED_BYTES = 227 * 1024  # of a program
-MULTIPROCESSORS = 132
+MOST_AT_ONCE = 4  # programs a multiprocessor: fewer registers each would not hold the sums
+LEAST_PROGRAMS = 60  # of a specialised launch: fewer leave most of a device idle
 OF_A_LAYER = ("qkv", "out", "up", "down")
 
 _turned = partial(LinearTiles, turned=True, descriptors=True)
@@ -136,25 +138,41 @@ def _general_tiles(product: Product) -> list[LinearTiles]:
     return [tiles for tiles in found if _fits_shared(tiles, product.activation == "swiglu")]
 
 
+def _deepest(
+    product: Product, groups: int, tile: tuple[int, int], step_k: int, split: bool, spare: int
+) -> Specialised | None:
+    """The launch of as many stages as fit, of programs that all run at once with room for `spare`
+    more on each multiprocessor, where the next launch can begin; None where there is none."""
+    x, weight, _ = product.meta()
+    swiglu, chunk = product.activation == "swiglu", chunk_depth(weight, x.dtype)
+    own = Specialised(groups, 1, *tile, step_k)
+    programs = grid_of(len(x), len(weight), weight.shape[1] // chunk if split else 1, own)[2]
+    at_once = -(-programs // own.num_multiprocessors) + spare
+    if programs < LEAST_PROGRAMS or at_once > MOST_AT_ONCE:
+        return None
+    for stages in range(chunk // step_k, 127 // step_k + 1, -1):
+        own = Specialised(groups, stages, *tile, step_k, at_once)
+        if fits_multiprocessor(own, split, swiglu):
+            return own
+    return None
+
+
 def _specialised(product: Product) -> list[tuple[Specialised, bool]]:
     """(launch, whether chunks are stored apart) of those that fit."""
     x, weight, _ = product.meta()
-    chunk = chunk_depth(weight, x.dtype)
-    wanted = [
-        (Specialised(groups, stages), split)
-        for groups, stages, split in (
-            (1, 5, False),
-            (1, 7, False),
-            (2, 5, False),
-            (1, 7, True),
-            (2, 6, True),
-        )
-        if product.num_rows > 64
-    ]
+    chunk, rows = chunk_depth(weight, x.dtype), product.num_rows
+    tiles = [(64, 16), (128, 32)] if rows > 64 else [(64, 0)] if rows > 48 else [(32, 8), (64, 0)]
+    wanted = []
+    for tile, groups, split in itertools.product(tiles, (1, 2), (False, True)):
+        for step_k, spare in ((64, 0), (128, 0), (64, 1)):
+            if rows > 16 and (tile == tiles[0] or (step_k, spare) == (64, 0)):
+                wanted.append((_deepest(product, groups, tile, step_k, split, spare), split))
+    if rows > 64:
+        wanted += [(Specialised(1, 5), False), (Specialised(1, 7), True)]
     return [
         (own, split)
         for own, split in wanted
-        if fits(x, weight, None, None, product.activation, chunk, split, own)
+        if own and fits(x, weight, None, None, product.activation, chunk, split, own)
     ]
 
 

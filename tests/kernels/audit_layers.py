@@ -31,6 +31,7 @@ from kernels import (
     shaping,
 )
 from kernels.configs import layers
+from kernels.configs.layers import Specialised
 from kernels.fp8_weight import FP8
 from kernels.sampling import DraftKind
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
@@ -182,6 +183,33 @@ def specialised_launches() -> Iterator[tuple[str, Launch]]:
         yield f"specialised-{width}x{depth}-{rows}-{dtype}", launches[0]
 
 
+# Launches that no table names yet: small tiles for few rows, (launch, weights, depth, end).
+SMALL = [
+    (Specialised(1, 13, 64, 0), 4096, 4096, "residual"),
+    (Specialised(1, 16, 32, 8), 6144, 4096, "plain"),
+    (Specialised(2, 9, 64, 0), 4096, 14336, "chunks apart"),
+    (Specialised(2, 5, 32, 8, at_once=2), 28672, 4096, "swiglu"),
+    (Specialised(1, 3, 64, 0, at_once=4), 28672, 4096, "swiglu"),
+    (Specialised(1, 3, 64, 0, 128, at_once=2), 4096, 14336, "chunks apart"),
+]
+
+
+def small_launches() -> Iterator[tuple[str, Launch]]:
+    """What the sweep would have at 40 and 64 rows."""
+    for own, width, depth, end in SMALL:
+        rows, is_swiglu = own.rows + own.more_rows, end == "swiglu"
+        residual = meta(rows, width) if end == "residual" else None
+        sums = floats(4, rows, width) if end == "chunks apart" else None
+        x, weight = meta(rows, depth), meta(width, depth)
+        out = meta(rows, width // 2 if is_swiglu else width)
+        with recorded(linear_specialised, "_specialised_linear_kernel") as launches:
+            linear_specialised.launch_specialised(
+                x, weight, residual, out, sums, is_swiglu, linear.chunk_depth(weight, x.dtype), own,
+                True,
+            )  # fmt: skip
+        yield f"specialised-small-{rows}-{end}-{own}", launches[0]
+
+
 def persistent_launches() -> Iterator[tuple[str, Launch]]:
     """Gate and up, and a head, of an 8B model: tiles of four units alone, and of three as well."""
     for rows, width, activation, dtype in (
@@ -226,7 +254,7 @@ def layer_launches() -> Iterator[tuple[str, Launch]]:
 def main() -> None:
     for name, launch in (
         *sampling_launches(), *linear_launches(), *specialised_launches(),
-        *persistent_launches(), *layer_launches(),
+        *small_launches(), *persistent_launches(), *layer_launches(),
     ):  # fmt: skip
         report = {"name": name, **asdict(compile_launch(launch))}
         sys.stdout.write(json.dumps(report) + "\n")

@@ -48,6 +48,10 @@ class Tile:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def index(self, at: Any) -> Tile:
         assert 0 <= int(at) < len(self.data)
         return Tile(self.data[int(at)])
@@ -84,7 +88,7 @@ class Described:
     """A tensor that bulk copies read and write by blocks; outside it are zeros."""
 
     tensor: Tensor
-    block: list[int]
+    block_shape: list[int]
     layout: None = None
 
     @property
@@ -95,7 +99,7 @@ class Described:
         """The block at a place, as much of it as there is."""
         return self.tensor[tuple(
             slice(min(int(first), size), min(int(first) + width, size))
-            for first, width, size in zip(at, self.block, self.tensor.shape, strict=True)
+            for first, width, size in zip(at, self.block_shape, self.tensor.shape, strict=True)
         )]  # fmt: skip
 
 
@@ -186,7 +190,7 @@ class Model:
         if not pred:
             return
         block = source.inside(at)
-        assert list(place.data.shape) == source.block
+        assert list(place.data.shape) == source.block_shape
         place.data.zero_()
         place.data[tuple(slice(size) for size in block.shape)] = block
         barrier.num_bytes -= place.data.numel() * place.data.element_size()
@@ -194,7 +198,7 @@ class Model:
         self.turn.notify_all()
 
     def store(self, target: Described, at: Sequence[Any], place: Tile) -> None:
-        assert list(place.data.shape) == target.block
+        assert list(place.data.shape) == target.block_shape
         self.local.stores = [*getattr(self.local, "stores", []), (target.inside(at), place.data)]
 
     def wait_stores(self, pending: int) -> None:
@@ -214,13 +218,14 @@ class Model:
         )]  # fmt: skip
         return product
 
-    def wait_products(self, pending: int, deps: list[Product]) -> list[Any]:
+    def wait_products(self, pending: int, deps: list[Product]) -> Any:
         queue = self.local.queue
         done = queue[: len(queue) - pending]
         for product in done:
             product.do()
         self.local.queue = queue[len(done) :]
-        return deps if pending else [product.value for product in deps]
+        own = deps if pending else [product.value for product in deps]
+        return own if len(own) > 1 else own[0]
 
     def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -306,7 +311,9 @@ def names_in(module: types.ModuleType, model: Model) -> dict[str, Any]:
     }  # fmt: skip
     for name, function in vars(module).items():
         if isinstance(function, JITFunction):
-            made[name] = types.FunctionType(function.fn.__code__, made, name)
+            made[name] = types.FunctionType(
+                function.fn.__code__, made, name, function.fn.__defaults__
+            )
     return made
 
 

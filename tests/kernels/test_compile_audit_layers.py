@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from kernels.linear_specialised import REGISTERS, fits_multiprocessor, shared_bytes
+from tests.kernels.audit_layers import SMALL
+
 NAMES = (
     "judge", "close", "draw", "groups", "threshold", "penalize", "survey", "keep", "redraw",
     "report", "linear-swiglu", "linear-none", "linear-fp8-swiglu", "linear-fp8-none", "other-fp8",
@@ -34,11 +37,23 @@ def test_linear_layers_use_one_family_of_tensor_cores_and_asynchronous_copies(
     family, one set of bits; and its tiles arrive by asynchronous or bulk copies."""
     kinds = ("linear", "specialised", "persistent")
     linears = [report for report in reports if report["name"].startswith(kinds)]
-    assert len(linears) == 15 + 20 + 5 + 5
+    assert len(linears) == 15 + 20 + 5 + len(SMALL) + 5
     for report in linears:
         assert report["wgmma"] > 0, report
         assert report["mma"] == 0, report
         assert report["async_copies"] > 0, report
+
+
+def test_small_tiles_share_a_multiprocessor_as_they_say(reports: list[dict[str, Any]]) -> None:
+    """Programs that are to run at once have registers and memory there, and the memory reckoned
+    with is no less than what the compiler takes."""
+    small = [report for report in reports if report["name"].startswith("specialised-small")]
+    for report, (own, _, _, end) in zip(small, SMALL, strict=True):
+        split, swiglu = end == "chunks apart", end == "swiglu"
+        assert report["name"].endswith(str(own))
+        assert own.at_once * 128 * (own.groups + 1) * report["registers"] <= REGISTERS, report
+        assert report["shared_bytes"] <= shared_bytes(own, split, swiglu), report
+        assert fits_multiprocessor(own, split, swiglu), report
 
 
 def test_one_byte_weights_become_bfloat16_by_the_fast_way(reports: list[dict[str, Any]]) -> None:

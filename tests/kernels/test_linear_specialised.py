@@ -11,14 +11,25 @@ from torch import Tensor
 from kernels import linear as module
 from kernels import linear_specialised
 from kernels.configs.layers import LinearTiles, Specialised, linear_tiles
+from kernels.configs.sweep_layers import shown
 from kernels.fp8_weight import FP8
 from kernels.linear import chunk_depth, linear, linear_chunks
 from kernels.linear_norm import linear_norm
-from kernels.linear_specialised import TILE_ROWS, fits, grid_of
+from kernels.linear_specialised import fits, fits_multiprocessor, grid_of, registers_of
 from tests.kernels.gluon_model import run_launch
 from tests.kernels.sm90_audit import recorded
 
 SPECIALISED, PRESENT = "_specialised_linear_kernel", "_linear_kernel"
+
+
+# Small tiles, one of each kind: the device's own must have the bits of the general kernel's.
+SMALL = [
+    Specialised(1, 12, 64, 0), Specialised(1, 12, 32, 8), Specialised(2, 8, 64, 0),
+    Specialised(2, 4, 64, 0, at_once=2), Specialised(2, 4, 32, 8, at_once=2),
+    Specialised(1, 3, 64, 0, at_once=4), Specialised(1, 3, 32, 8, at_once=4),
+    Specialised(1, 4, 64, 0, 128), Specialised(2, 2, 32, 8, 128, at_once=2),
+    Specialised(1, 8, 64, 16), Specialised(1, 8, 32, 16),
+]  # fmt: skip
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -81,14 +92,14 @@ def test_everything_else_stays() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_what_it_cannot_end_is_refused_whatever_the_table_asks(split: bool) -> None:
-    """Scales and SwiGLU always; bias and activations unless another launch adds the chunks; one
-    chunk where it should."""
-    x, weight, own = meta(160, 4096), meta(6144, 4096), Specialised(1, 7, most_programs=384)
+    """Scales always; bias and activations but SwiGLU unless another launch adds the chunks, SwiGLU
+    where one does; one chunk where it should."""
+    x, weight, own = meta(160, 4096), meta(6144, 4096), Specialised(1, 7, num_multiprocessors=384)
     assert fits(x, weight, None, None, "none", 1024, split, own)
     assert fits(x, weight, None, meta(6144), "none", 1024, split, own) is split
     assert fits(x, weight, None, None, "silu", 1024, split, own) is split
     assert not fits(x, weight, meta(6144).float(), None, "none", 1024, split, own)
-    assert not fits(x, weight, None, None, "swiglu", 1024, split, own)
+    assert fits(x, weight, None, None, "swiglu", 1024, split, own) is not split
     assert fits(x, weight, None, None, "none", 4096, split, own) is not split
 
 
@@ -104,22 +115,90 @@ def test_the_fake_tells_chunks_from_a_finished_product(rows: int, width: int) ->
     assert (made.shape, made.dtype) == (told.shape, told.dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 160, 161, 320, 321])
+@pytest.mark.parametrize("rows", [1, 40, 41, 64, 160, 161, 320, 321])
 @pytest.mark.parametrize("num_chunks", [1, 4])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_programs_cover_every_tile_once(rows: int, num_chunks: int, groups: int) -> None:
+@pytest.mark.parametrize("own", [Specialised(1, 7), Specialised(2, 6), *SMALL], ids=shown)
+def test_programs_cover_every_tile_once(rows: int, num_chunks: int, own: Specialised) -> None:
     """Tiles of rows, columns and chunks, each a single program's, and none outside."""
     width = 768
-    row_tiles, column_tiles, programs = grid_of(rows, width, num_chunks, groups)
+    row_tiles, column_tiles, programs = grid_of(rows, width, num_chunks, own)
     tiles = [
         linear_specialised._tile_of.fn(program, row_tiles, column_tiles)
         for program in range(programs)
     ]
     assert len(set(tiles)) == programs
-    assert {rows_of for rows_of, _, _ in tiles} == set(range(-(-rows // TILE_ROWS)))
-    assert {columns for _, columns, _ in tiles} == set(range(width // (64 * groups)))
+    rows_of_tile = own.rows + own.more_rows
+    assert {rows_of for rows_of, _, _ in tiles} == set(range(-(-rows // rows_of_tile)))
+    assert {columns for _, columns, _ in tiles} == set(range(width // (64 * own.groups)))
     assert {chunk for _, _, chunk in tiles} == set(range(num_chunks))
     assert programs == row_tiles * column_tiles * num_chunks
+
+
+def test_tiles_are_those_that_the_kernel_has() -> None:
+    """Sides of operands, stages of whole bulk copies, and one warpgroup or two."""
+    for own in ((1, 4, 48, 0), (1, 4, 256, 0), (1, 4, 64, 4), (1, 4, 64, 64), (1, 4, 64, 0, 32)):
+        with pytest.raises(ValueError, match="no tile"):
+            Specialised(*own)
+    with pytest.raises(ValueError, match="no tile"):
+        Specialised(3, 4)
+
+
+@pytest.mark.parametrize("own", SMALL, ids=shown)
+def test_programs_of_a_multiprocessor_share_it(own: Specialised) -> None:
+    """Registers of all threads at once are no more than there are, and warps that ask for others
+    than they start with ask for no more; memory is within the limit, and a stage more is not for
+    tiles that fill it."""
+    most, (second, copying) = registers_of(own)
+    threads = 128 * (own.groups + 1)
+    assert (most is None) == (own.at_once == 1)
+    if most is not None:
+        assert most * threads * own.at_once <= 1 << 16
+        first = most * (own.groups + 1) - copying - second * (own.groups - 1)
+        assert first >= second >= 64
+        assert most % 8 == second % 8 == 0
+    assert fits_multiprocessor(own, True, False)
+    assert fits_multiprocessor(own, False, True)
+    assert fits_multiprocessor(own, False, False) or own.at_once == 4
+    assert not fits_multiprocessor(Specialised(2, 1, 64, 0, at_once=3), True, False)
+    assert not fits_multiprocessor(Specialised(2, 1, at_once=2), True, False)
+    assert fits_multiprocessor(Specialised(2, 1, 32, 8, at_once=3), True, False)
+    more = 2 * own.at_once  # half as much memory for each
+    assert not fits_multiprocessor(
+        replace(own, at_once=more, num_stages=own.num_stages + 1), False, False
+    )
+
+
+def test_registers_of_the_table_are_those_that_were_measured() -> None:
+    """One program a multiprocessor: no cap, 240 for a second warpgroup and 24 for the copies."""
+    assert registers_of(Specialised(1, 7)) == (None, (240, 24))
+    assert registers_of(Specialised(2, 6)) == (None, (240, 24))
+    assert fits_multiprocessor(Specialised(1, 7), False, False)
+    assert fits_multiprocessor(Specialised(2, 6), True, False)
+    assert not fits_multiprocessor(Specialised(2, 6), False, False)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 40, 64])
+def test_small_tiles_fit_where_a_table_would_ask(rows: int) -> None:
+    """The products of an 8B model's layers at few rows, gate and up with SwiGLU in turn alone; and
+    nothing of today's table asks."""
+    x, gate_up, qkv = meta(rows, 4096), meta(28672, 4096), meta(6144, 4096)
+    tile = {"rows": 64, "more_rows": 0} if rows > 40 else {"rows": 32, "more_rows": 8}
+    two = Specialised(2, 4, **tile, at_once=2)
+    assert fits(x, gate_up, None, None, "swiglu", 4096, False, two)
+    assert not fits(x, gate_up, None, None, "swiglu", 1024, True, two)
+    assert fits(x, gate_up, None, None, "swiglu", 1024, False, two)
+    assert not fits(x, gate_up, None, meta(28672), "swiglu", 4096, False, two)
+    assert not fits(x, gate_up, None, None, "swiglu", 4096, False, replace(two, at_once=1))
+    one = Specialised(1, 8, **tile)
+    assert fits(x, qkv, None, None, "none", 1024, False, one)
+    assert fits(x, qkv, None, None, "none", 1024, True, replace(one, at_once=3))
+    assert not fits(x, qkv, None, None, "none", 1024, True, replace(one, at_once=2))
+    assert fits(x, qkv, None, None, "none", 1024, False, replace(one, step_k=128))
+    assert not fits(x, qkv, None, None, "none", 1024, False, replace(one, step_k=128, num_stages=9))
+    assert not fits(meta(rows, 4096), meta(6144, 4096), None, None, "none", 64 * 17, False,
+                    replace(one, step_k=128))  # fmt: skip
+    assert kernel_of(x, gate_up, activation="swiglu") == PRESENT
+    assert kernel_of(x, qkv) == PRESENT
 
 
 def without(tiles: LinearTiles) -> LinearTiles:
@@ -179,9 +258,17 @@ def test_bits_are_those_of_the_other_kernel(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
-@pytest.mark.parametrize("rows", [160, 320])
+@pytest.mark.parametrize(
+    ("rows", "own", "split"),
+    [
+        (160, linear_tiles(meta(160, 4096), meta(4096, 4096), False).specialised, True),
+        (320, linear_tiles(meta(320, 4096), meta(4096, 4096), False).specialised, False),
+        (40, Specialised(1, 16, 32, 8), False), (64, Specialised(1, 6, 64, 0, at_once=2), False),
+        (64, Specialised(2, 4, 64, 0, at_once=2), True),
+    ],
+)  # fmt: skip
 def test_a_captured_chain_has_the_bits_of_launches_in_turn(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, own: Specialised | None, split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each launch starts before the one whose rows it reads, and over whose input it may write, has
     ended: replays over fresh inputs equal launches of the other kernel that wait for each other."""
@@ -190,6 +277,12 @@ def test_a_captured_chain_has_the_bits_of_launches_in_turn(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
 
+    def tiles_of(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
+        return replace(linear_tiles(x, weight, swiglu), specialised=own, split=split)
+
+    assert own is not None
+    assert fits(meta(rows, 4096), meta(4096, 4096), None, None, "none", 1024, split, own)
+    monkeypatch.setattr(module, "linear_tiles", tiles_of)
     weights = [random(4096, 4096) * 4096**-0.5 for _ in range(6)]
 
     def run(x: Tensor) -> Tensor:
@@ -223,10 +316,49 @@ def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
         assert own is not None
         chunk = chunk_depth(weight, x.dtype)
         assert depth // chunk == 4
-        few = replace(own, most_programs=grid_of(rows, width, 1, own.groups)[2] - 1)
+        few = replace(own, num_multiprocessors=grid_of(rows, width, 1, own)[2] - 1)
         assert fits(x, weight, None, None, "none", chunk, False, own)
         assert not fits(x, weight, None, None, "none", 64 * (own.num_stages - 1), False, own)
         assert not fits(x, weight, None, None, "none", chunk, False, few)
+
+
+def run_text(
+    own: Specialised, rows: int, split: bool, swiglu: bool, first: int, has_residual: bool = True
+) -> None:
+    """Launch on small integers, whose sums are exact, in a model of barriers, copies and late
+    products: several chunks and turns of the pipeline, rows and weights of views."""
+    steps, num_chunks = own.num_stages + 2, 3
+    chunk, num_weights = own.step_k * steps, 128 * own.groups
+    depth, width = chunk * num_chunks, num_weights // (2 if swiglu else 1)
+    generator = torch.Generator().manual_seed(rows)
+
+    def small(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(torch.bfloat16)
+
+    x, weight = small(rows, depth + 8)[:, :depth], small(num_weights, depth + 8)[:, :depth]
+    residual = small(rows, width + 8)[:, :width] if has_residual else None
+    out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+    partials = torch.full((num_chunks, rows, width), torch.nan) if split else None
+    activation = "swiglu" if swiglu else "none"
+    assert fits(x, weight, None, None, activation, chunk, split, own)
+    with recorded(linear_specialised, SPECIALISED) as launches:
+        linear_specialised.launch_specialised(
+            x, weight, residual, out, partials, swiglu, chunk, own, True
+        )
+    programs = grid_of(rows, num_weights, num_chunks if split else 1, own)[2]
+    run_launch(linear_specialised, launches[0], programs, first)
+    parts = zip(x.split(chunk, 1), weight.split(chunk, 1), strict=True)
+    sums = torch.stack([a.float() @ b.float().T for a, b in parts])
+    if partials is not None:
+        assert torch.equal(partials, sums)
+        assert bool(out.isnan().all())
+        return
+    expected = sums.sum(0)
+    if swiglu:
+        gate, up = expected.chunk(2, 1)
+        expected = gate * (1 / (1 + torch.exp(-gate))) * up
+    expected = expected if residual is None else expected + residual.float()
+    assert torch.equal(out, expected.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -236,33 +368,107 @@ def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
 def test_the_text_of_the_kernel_adds_what_it_should(
     groups: int, split: bool, rows: int, first: int
 ) -> None:
-    """Run in a model of barriers, copies and late products: small integers, whose sums are exact,
-    over several chunks and turns of the pipeline, onto a residual, for rows of a view."""
-    width, steps, num_chunks = 128 * groups, 5, 3
-    depth = 64 * steps * num_chunks
-    generator = torch.Generator().manual_seed(rows)
+    """Onto a residual, or chunks apart."""
+    run_text(Specialised(groups, 3), rows, split, False, first)
 
-    def small(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).to(torch.bfloat16)
 
-    x, weight = small(rows, depth + 8)[:, :depth], small(width, depth)
-    residual = small(rows, width + 8)[:, :width]
-    out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
-    partials = torch.full((num_chunks, rows, width), torch.nan) if split else None
-    own = Specialised(groups, 3)
-    assert fits(x, weight, None, None, "none", 64 * steps, split, own)
+@pytest.mark.parametrize("end", ["apart", "plain", "swiglu"])
+@pytest.mark.parametrize("tile", [(64, 0), (32, 8), (32, 0), (64, 16)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("rows", "first"), [(1, 0), (39, -1), (40, 0), (64, -1), (65, 0)])
+def test_small_tiles_add_what_they_should(
+    end: str, tile: tuple[int, int], groups: int, rows: int, first: int
+) -> None:
+    """Ragged and whole tiles, whichever partition runs first; SwiGLU with a residual and without,
+    its gate and up by eights; a second product that is not there."""
+    own = Specialised(groups, 2 if rows % 2 else 3, *tile)
+    run_text(own, rows, end == "apart", end == "swiglu", first, has_residual=rows != 64)
+
+
+@pytest.mark.parametrize("own", [Specialised(1, 3), Specialised(2, 2, 64, 0)], ids=shown)
+def test_chunks_are_added_as_the_contract_says(own: Specialised) -> None:
+    """Ascending in float32: chunks are exact here, and the first and the last cancel, so that any
+    other order has other bits."""
+    steps, num_chunks, rows, num_weights = 3, 5, 40, 128
+    chunk = own.step_k * steps
+    depth = chunk * num_chunks
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.zeros(rows, depth), torch.randn(num_weights, depth, generator=generator)
+    weight[:, :chunk] *= 2**18
+    weight[:, -chunk:] = -weight[:, :chunk]  # what is left is what float32 kept of the others
+    weight = weight.to(torch.bfloat16)
+    for row in range(rows):  # one weight of each chunk
+        x[row, torch.arange(num_chunks) * chunk + (7 * row) % chunk] = 1.0
+    x, out = x.to(torch.bfloat16), torch.full((rows, num_weights), torch.nan, dtype=torch.bfloat16)
     with recorded(linear_specialised, SPECIALISED) as launches:
-        linear_specialised.launch_specialised(
-            x, weight, residual, out, partials, 64 * steps, own, True
-        )
-    programs = grid_of(rows, width, num_chunks if split else 1, groups)[2]
-    run_launch(linear_specialised, launches[0], programs, first)
-    sums = [
-        a.float() @ b.float().T
-        for a, b in zip(x.split(64 * steps, 1), weight.split(64 * steps, 1), strict=True)
-    ]
-    if partials is not None:
-        assert torch.equal(partials, torch.stack(sums))
-        assert bool(out.isnan().all())
-        return
-    assert torch.equal(out, (sum(sums) + residual.float()).to(torch.bfloat16))
+        linear_specialised.launch_specialised(x, weight, None, out, None, False, chunk, own, True)
+    run_launch(linear_specialised, launches[0], grid_of(rows, num_weights, 1, own)[2], 0)
+    parts = zip(x.split(chunk, 1), weight.split(chunk, 1), strict=True)
+    sums = [a.float() @ b.float().T for a, b in parts]
+
+    def added(ordered: list[Tensor]) -> Tensor:
+        total = torch.zeros(rows, num_weights)
+        for own_sums in ordered:
+            total = total + own_sums
+        return total.to(torch.bfloat16).view(torch.int16)
+
+    assert torch.equal(out.view(torch.int16), added(sums))
+    assert not torch.equal(added(sums), added(sums[::-1]))
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("tile", [(64, 0), (32, 8)])
+def test_stages_of_128_columns_add_what_they_should(swiglu: bool, tile: tuple[int, int]) -> None:
+    """Twice the columns of K a stage: the same sums, ascending."""
+    run_text(Specialised(2, 2, *tile, step_k=128), 40, False, swiglu, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("own", SMALL, ids=shown)
+def test_small_tiles_have_the_bits_of_the_other_kernel(
+    own: Specialised, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the table does not ask for yet, at 1 to 64 rows: plain, onto a residual, in chunks apart
+    and with SwiGLU, over reused memory full of NaN; repeated, since a race would show as bits that
+    move."""
+    generator = torch.Generator("cuda").manual_seed(own.num_stages)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    def use(split: bool, wanted: Specialised | None) -> None:
+        def tiles_of(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
+            tiles = linear_tiles(x, weight, swiglu)
+            return replace(tiles, split=split, specialised=wanted, persistent=None)
+
+        monkeypatch.setattr(module, "linear_tiles", tiles_of)
+
+    for width, depth, swiglu in ((4096, 4096, False), (2048, 14336, False), (16384, 2048, True)):
+        weight = random(width, depth + 8)[:, :depth] * depth**-0.5
+        for rows in (1, 7, 8, 31, 32, 33, 39, 40, 41, 48, 63, 64):
+            x, residual = random(rows, depth), random(rows, width)
+            activation = "swiglu" if swiglu else "none"
+            ways = [(False, None)] if swiglu else [(False, None), (False, residual), (True, None)]
+            for split, added in ways:
+                chunk = chunk_depth(weight, dtype)
+                big = replace(own, num_multiprocessors=4096)  # several rounds are as good here
+                assert fits(x, weight, None, None, activation, chunk, split, big)
+                if not fits_multiprocessor(own, split, swiglu):
+                    continue
+                use(split, None)
+                expected = linear(x, weight, activation=activation, residual=added)
+                use(split, big)
+                launched = []
+                with monkeypatch.context() as patch:
+                    patch.setattr(
+                        module, "launch_specialised", lambda *_, out=launched: out.append(1)
+                    )
+                    linear(x, weight, activation=activation, residual=added)
+                assert launched == [1]
+                for _ in range(3):
+                    poison = [torch.full_like(expected, torch.nan) for _ in range(2)]
+                    torch.cuda.synchronize()
+                    del poison
+                    made = linear(x, weight, activation=activation, residual=added)
+                    assert torch.equal(bits(made)[0], bits(expected)[0]), (width, rows, split)
