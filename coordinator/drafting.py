@@ -298,6 +298,10 @@ class Drafting:
         num_rows = len(tokens) if self._plan.rule is Rule.RESIDUAL else 0
         if len(proposal.rows) != num_rows:
             return f"{len(proposal.rows)} rows where {num_rows} were expected"
+        if len(proposal.dropped_mass) not in (0, num_rows):
+            return f"{len(proposal.dropped_mass)} shares of dropped mass for {num_rows} rows"
+        if not all(0.0 <= share <= 1.0 for share in proposal.dropped_mass):  # NaN is no share
+            return "a share of dropped mass is outside [0, 1]"
         return ""
 
     def _deferred(self) -> Signal:

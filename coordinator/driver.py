@@ -397,7 +397,11 @@ class Driver:
 
     def _record_rounds(self) -> None:
         while self._finished_rounds:
-            self._recorder.record(self._session, self._finished_rounds.popleft())
+            try:
+                self._recorder.record(self._session, self._finished_rounds.popleft())
+            except Exception:  # what watches a request must end neither it nor its link
+                fields = {"session_id": self.session_id}
+                logger.exception("a round could not be written down", extra=fields)
 
     def _draft_off(self, action: DraftSwitchedOff) -> None:
         self._recorder.metrics.draft_disabled.labels(action.reason).inc()

@@ -80,6 +80,9 @@ BROKEN: dict[str, Callable[[Proposal], None]] = {
     "no encoding": lambda p: _row(p, encoding=session_pb2.ENCODING_UNSPECIFIED),
     "no mass at its token": _without_its_mass,
     "another row": _of_another_row,
+    "a negative share": lambda p: p.dropped_mass.__setitem__(0, -1e-9),
+    "a share that is no number": lambda p: p.dropped_mass.__setitem__(0, float("nan")),
+    "a share of no row": lambda p: p.dropped_mass.append(0.0),
 }
 
 

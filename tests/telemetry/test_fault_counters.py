@@ -167,3 +167,23 @@ async def test_a_service_that_floods_a_paused_session_ends_it(
         assert len(driver._inbox) <= MAX_WAITING_EVENTS
     assert driver.is_done
     assert [end.failure.reason for end in failed] == ["INTERNAL"]
+
+
+async def test_a_bug_in_what_writes_rounds_down_costs_the_record_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link that brought the last verdict hears of no error, the session ends in good order: its
+    reader gets the end, its fleet is told."""
+    ended: list[object] = []
+    monkeypatch.setattr(Output, "finish", lambda self, end: ended.append(end))
+    monkeypatch.setattr(ScriptedFleet, "unsubscribe", lambda self, session_id: ended.append("left"))
+    monkeypatch.setattr(CoordinatorMetrics, "observe_round", lambda self, record: 1 // 0)
+    driver = started(CoordinatorMetrics(), fleet := ScriptedFleet())
+    while not driver.is_done:
+        command = fleet.sent[-1]
+        tokens = [1] * max(1, command.verify.num_steps)
+        verdict = target_pb2.Verdict(tokens=tokens, closing=target_pb2.CLOSING_BONUS)
+        answer(driver, command.epoch, command.round, verdict=verdict)
+    assert ended == ["left"]
+    await asyncio.sleep(0)  # the end is shown like any other chunk
+    assert isinstance(ended[-1], Finish)
