@@ -89,7 +89,8 @@ class TokenShaper:
         self._suppressed = tuple(sorted(self.stop_ids))
         self._shaping = reference.Shaping(
             temperature=params.temperature,
-            top_k=params.top_k,
+            # As many as there are takes none away, and passes what a device counts to.
+            top_k=params.top_k if params.top_k < vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,

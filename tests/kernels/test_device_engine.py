@@ -276,6 +276,7 @@ RESIDUAL, COUPLED = 1, 2
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "residual": ({"temperature": 1.0}, RESIDUAL),
     "filtered": ({"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.02}, RESIDUAL),
+    "top-k past every id": ({"temperature": 1.0, "top_k": 2**32 - 1}, RESIDUAL),
     "coupled": ({"temperature": 1.0}, COUPLED),
     "greedy": ({"temperature": 0.0}, RESIDUAL),
     "penalised": ({"temperature": 1.0, "repetition_penalty": 1.3}, RESIDUAL),

@@ -82,6 +82,15 @@ def test_truncation_keeps_what_the_oracle_keeps(
     assert found.tolist() == expected
 
 
+@pytest.mark.parametrize("top_k", [VOCAB_SIZE, 2**31, 2**32 - 1])
+def test_a_top_k_of_every_id_is_off(top_k: int) -> None:
+    """No row is filtered for it, and devices, which count in 32 bits with a sign, get 0."""
+    made = shaper(top_k=top_k)
+    assert made.filters.top_k == 0
+    assert not made.is_filtered()
+    assert shaper(top_k=VOCAB_SIZE - 1).filters.top_k == VOCAB_SIZE - 1
+
+
 @settings(deadline=None, max_examples=100)
 @given(logits=logit_rows, temperature=st.floats(0.0625, 5.0, width=32))
 def test_temperature_is_softmax_of_scaled_logits(logits: list[float], temperature: float) -> None:
