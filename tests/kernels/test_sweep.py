@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
 
-from kernels import bench, linear_norm, linear_persistent, linear_specialised
+from kernels import bench, bench_layers, linear_norm, linear_persistent, linear_specialised
 from kernels import linear as module
 from kernels.bench_layers import L2_BYTES, PRODUCTS, SHAPES, Product, finished
 from kernels.configs import layers, sampling, sweep, sweep_layers
@@ -214,6 +215,54 @@ def test_a_case_times_the_table_first_and_last(monkeypatch: pytest.MonkeyPatch) 
     ]  # fmt: skip
     assert [result.get("median_ms") for result in found] == [0.25, 0.25, None, 0.25, 0.25]
     assert "1 of 1 have other bits" in str(found[2]["error"])
+
+
+SMALL_SHAPES = {
+    "qkv": (96, 256), "sums": (96, 256), "out": (64, 128), "up": (128, 128), "down": (64, 320),
+    "head": (80, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_products_check_knows_right_from_wrong(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small shapes pass; a row that another launch would make otherwise, and a value off, do not.
+    Finished, sums of chunks are qkv's product."""
+
+    def random(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        # The interpreter multiplies no bfloat16.
+        return (values * scale).to(device, torch.bfloat16 if device == "cuda" else torch.float16)
+
+    monkeypatch.setattr(bench_layers, "SHAPES", SMALL_SHAPES)
+    monkeypatch.setattr(bench_layers, "_random", random)
+    workload = Product(kind, 5).workload(0)
+    assert workload.check is not None
+    workload.check()
+    made = workload.run()
+    assert isinstance(made, tuple)
+    assert {tuple(t.shape) for t in finished(made)} == {
+        (5, SMALL_SHAPES[kind][0] // (2 if kind == "up" else 1))
+    }
+    assert set(workload.anchors) == {"product alone", "eager"}
+    ours, exact = finished(made)[-1].float(), workload.anchors["eager"]()
+    assert isinstance(exact, torch.Tensor)
+    assert torch.allclose(ours, exact.float(), atol=0.1, rtol=0.05)
+    name = {"sums": "linear_chunks", "out": "linear_norm", "down": "linear_norm"}.get(
+        kind, "linear"
+    )
+    real = getattr(bench_layers, name)
+
+    def off(added: float, x: torch.Tensor, *others: object, **options: object) -> object:
+        made = real(x, *others, **options)
+        (made[0] if isinstance(made, tuple) else made).view(-1)[0] += added * (len(x) > 1)
+        return made
+
+    for added, words in ((2**-6, "number of rows"), (64.0, "relative error")):
+        monkeypatch.setattr(bench_layers, name, partial(off, added))
+        with pytest.raises(AssertionError, match=words):
+            workload.check()
 
 
 def timing(case: str, candidate: str, median_ms: float) -> dict[str, object]:
