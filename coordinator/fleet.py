@@ -218,7 +218,7 @@ class Fleet:
     def place_target(self, session_id: str, key: bytes, request: PlaceTarget) -> None:
         """Answer with TargetPlaced now, or later with it or TargetUnplaced."""
         if not request.num_moves:
-            address = self._choose_target(key, None)
+            address = self._choose_target(key, None, request.max_len)
             if address is not None:
                 self._placed(session_id, request, address)
                 return
@@ -230,19 +230,25 @@ class Fleet:
         if prefer is not None and request.num_moves == 1:
             link = self._links[Side.TARGET, prefer]
             wait_s = PREFER_STEPS * settings.reconnect_initial_s
-            if await self._wait_until_quiet(lambda: link.takes_sessions, wait_s):
+            if await self._wait_until_quiet(
+                lambda: link in self._able_targets(request.max_len), wait_s
+            ):
                 self._placed(session_id, request, prefer)
                 return
-        if self._choose_target(key, request.avoid) in (None, request.avoid):
+
+        def choose() -> str | None:
+            return self._choose_target(key, request.avoid, request.max_len)
+
+        if choose() in (None, request.avoid):
             backoff_s = settings.reconnect_initial_s * 2 ** min(request.num_moves, 16)
             await asyncio.sleep(
                 min(settings.reconnect_max_s, max(backoff_s, request.retry_after_s))
             )
         found = await self._wait_until_quiet(
-            lambda: self._choose_target(key, request.avoid) is not None,
+            lambda: choose() is not None,
             settings.connect_timeout_s,
         )
-        address = self._choose_target(key, request.avoid) if found else None
+        address = choose() if found else None
         if address is not None:
             self._placed(session_id, request, address)
             return
@@ -263,15 +269,16 @@ class Fleet:
             await asyncio.sleep(min(left, self._settings.reconnect_initial_s / 4))
         return True
 
-    def _choose_target(self, key: bytes, avoid: str | None) -> str | None:
-        return choose_target(key, self._candidates(Side.TARGET), self._settings.load_cap, avoid)
+    def _choose_target(self, key: bytes, avoid: str | None, max_len: int) -> str | None:
+        candidates = _candidates(self._able_targets(max_len))
+        return choose_target(key, candidates, self._settings.load_cap, avoid)
 
-    def _candidates(self, side: Side) -> list[Candidate]:
-        return [
-            Candidate(link.address, max(link.num_sessions, link.load.num_sessions))
-            for link in self._of(side)
-            if link.takes_sessions
-        ]
+    def _able_targets(self, max_len: int) -> list[ReplicaLink]:
+        """Targets that may be given a session of so many tokens: those that can hold it. All, where
+        none is known that can: they say what is wrong with it."""
+        targets = self._of(Side.TARGET)
+        able = [link for link in targets if link.info and _holds(link.info, max_len)]
+        return [link for link in able or targets if link.takes_sessions]
 
     def _placed(self, session_id: str, request: PlaceTarget, address: str) -> None:
         info = self._links[Side.TARGET, address].info
@@ -308,10 +315,13 @@ class Fleet:
             request = self._seekers.get(session_id)
             if request is None:  # one told before it seeks again already, and served this one
                 continue
-            candidates = [
-                each for each in self._candidates(Side.DRAFT) if each.address not in self._cooling
-            ]
-            address = choose_draft(candidates)
+            address = choose_draft(
+                _candidates(
+                    link
+                    for link in self._of(Side.DRAFT)
+                    if link.takes_sessions and link.address not in self._cooling
+                )
+            )
             if address is None:
                 return
             del self._seekers[session_id]
@@ -351,9 +361,28 @@ class Fleet:
         return found
 
     @property
+    def max_context_len(self) -> int:
+        """The longest context that a target holds: of those connected now, or else of any."""
+        known = [(link.is_up, link.info) for link in self._of(Side.TARGET) if link.info]
+        up = [info for is_up, info in known if is_up] or [info for _, info in known]
+        return max((info.max_context_len for info in up), default=0)
+
+    @property
     def draft_info(self) -> session_pb2.ModelInfo | None:
         """The model of a draft that is connected now."""
         return next((link.info for link in self._of(Side.DRAFT) if link.is_up), None)
+
+
+def _candidates(links: Iterable[ReplicaLink]) -> list[Candidate]:
+    return [
+        Candidate(link.address, max(link.num_sessions, link.load.num_sessions)) for link in links
+    ]
+
+
+def _holds(info: session_pb2.ModelInfo, max_len: int) -> bool:
+    """Whether a session of so many tokens fits a replica's context and its pool of pages."""
+    pool_len = info.total_pages * info.page_size
+    return max_len <= info.max_context_len and (not pool_len or max_len <= pool_len)
 
 
 def _check_ids(

@@ -355,6 +355,7 @@ class PlaceTarget:
 
     prefer: its link just ended; its prefix cache is warm if it comes back at once.
     num_moves: how often this round was moved already; the wait before the next try grows with it.
+    max_len: tokens that the session may come to, which the replica must be able to hold.
     """
 
     epoch: int
@@ -362,6 +363,7 @@ class PlaceTarget:
     prefer: str | None = None
     num_moves: int = 0
     retry_after_s: float = 0.0
+    max_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Session:
                 return
         self.draft.begin()
         self.stage = Stage.PLACING
-        self._actions.append(PlaceTarget(self.target.epoch))
+        self._actions.append(PlaceTarget(self.target.epoch, max_len=plan.max_len))
 
     def _target_placed(self, event: TargetPlaced) -> None:
         if not self._take_replica(event):
@@ -411,7 +411,12 @@ class Session:
             return
         self._actions.append(
             PlaceTarget(
-                target.epoch, avoid, left if lost else None, target.num_moves, retry_after_s
+                target.epoch,
+                avoid,
+                left if lost else None,
+                target.num_moves,
+                retry_after_s,
+                self.plan.max_len,
             )
         )
         if self.stage in (Stage.PREFILLING, Stage.VERIFYING):

@@ -177,7 +177,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return ModelLimits(
             vocab_size=target.vocab_size,
             eos_ids=tuple(target.eos_token_ids),
-            max_context_len=target.max_context_len,
+            max_context_len=fleet.max_context_len,
             max_num_draft_tokens=most,
         )
 
