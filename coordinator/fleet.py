@@ -368,6 +368,12 @@ class Fleet:
         return max((info.max_context_len for info in up), default=0)
 
     @property
+    def max_message_bytes(self) -> int:
+        """What every target that says so sends in one message, in bytes."""
+        known = [link.info.max_message_bytes for link in self._of(Side.TARGET) if link.info]
+        return min(filter(None, known), default=RpcLimits().max_message_bytes)
+
+    @property
     def draft_info(self) -> session_pb2.ModelInfo | None:
         """The model of a draft that is connected now."""
         return next((link.info for link in self._of(Side.DRAFT) if link.is_up), None)

@@ -298,7 +298,8 @@ class SessionPlan:
 
     max_len: prompt plus output never exceed it. num_draft_tokens: fixed k, or None for the policy.
     parallel_prefill: None prefills the draft beside the target where their devices differ.
-    with_logprobs: every emitted token comes with its log-probabilities.
+    with_logprobs: every emitted token comes with its log-probabilities. max_rows: rows that fit
+    into one answer of a target; None: any number.
     """
 
     prompt: tuple[int, ...]
@@ -317,6 +318,7 @@ class SessionPlan:
     parallel_prefill: bool | None = None
     max_round_retries: int = 3
     max_failovers: int = 5
+    max_rows: int | None = None
 
 
 class IllegalEvent(Exception):

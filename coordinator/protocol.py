@@ -185,6 +185,8 @@ class Session:
         if limit == 0:
             return 0, blocked
         limit = min(limit, room, self.target.max_num_draft_tokens)
+        if self.plan.decide_here and self.plan.max_rows is not None:  # a row each, and the bonus's
+            limit = min(limit, max(0, self.plan.max_rows - 1))
         fixed = self.plan.num_draft_tokens
         k = self._choose(limit) if fixed is None else min(fixed, limit)
         if k and blocked:
@@ -232,9 +234,16 @@ class Session:
         return steps
 
     def _is_audited(self) -> bool:
-        """A fixed share of rounds, picked by the digest of the prefix: no draw is spent on it."""
+        """A fixed share of rounds, picked by the digest of the prefix: no draw is spent on it.
+
+        None whose rows no message holds: what watches a round must not fail it.
+        """
+        plan, current = self.plan, self._round
+        assert current is not None
+        if plan.max_rows is not None and len(current.candidates) + 1 > plan.max_rows:
+            return False
         share = (self.ledger.digest() & 0xFFFF) / 0x10000
-        return not self.plan.decide_here and share < self.plan.audit_ratio
+        return not plan.decide_here and share < plan.audit_ratio
 
     def _draft_event(self, event: DraftPlaced | DraftReply | Lost | TimerFired) -> None:
         signal = self.draft.step(event)

@@ -19,6 +19,7 @@ from specmesh.config import AdmissionSettings, SpeculationSettings
 from specmesh.errors import ContextTooLong, InvalidRequest
 from specmesh.randomness import sample_seed
 from specmesh.shaping import validate
+from specmesh.wire import max_dense_rows
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # hold-back keeps at most this much text from the caller
@@ -51,12 +52,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the connected models can do."""
+    """What the connected models can do. max_message_bytes: of an answer."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_context_len: int
     max_num_draft_tokens: int
+    max_message_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Resolved:
         is_coupled = self.rule == session_pb2.DECISION_RULE_COUPLED
         sampled = Rule.COUPLED if is_coupled else Rule.RESIDUAL
         parallel = {"auto": None, "parallel": True, "after_first_token": False}
+        with_logprobs = self.sampling.HasField("num_logprobs")
         return SessionPlan(
             prompt=self.prompt,
             max_len=self.max_len,
@@ -111,7 +114,7 @@ class Resolved:
             resume=self.resume,
             resume_round=self.resume_round,
             decide_here=self.decide_at == session_pb2.DECIDE_AT_COORDINATOR,
-            with_logprobs=self.sampling.HasField("num_logprobs"),
+            with_logprobs=with_logprobs,
             num_draft_tokens=self.num_draft_tokens,
             max_num_draft_tokens=limits.max_num_draft_tokens,
             plain_steps=speculation.plain_steps,
@@ -119,6 +122,7 @@ class Resolved:
             parallel_prefill=parallel[speculation.draft_prefill],
             max_round_retries=max_round_retries,
             max_failovers=max_failovers,
+            max_rows=max_dense_rows(limits.max_message_bytes, limits.vocab_size, 1 + with_logprobs),
         )
 
 

@@ -179,6 +179,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             eos_ids=tuple(target.eos_token_ids),
             max_context_len=fleet.max_context_len,
             max_num_draft_tokens=most,
+            max_message_bytes=min(
+                self._parts.settings.server.max_message_bytes, fleet.max_message_bytes
+            ),
         )
 
     def _open(self, resolved: Resolved, span: Span, arrived_s: float, admitted_s: float) -> _Call:

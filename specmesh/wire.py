@@ -22,6 +22,7 @@ from protos.specmesh.v1 import session_pb2
 from specmesh.errors import CorruptFrame, InvalidRequest
 
 MAX_SPARSE_IDS = 1024  # supports up to this many ids count as small
+REST_BYTES = 1 << 16  # of a message with rows, for all else in it
 DROPPED_MASS = 0.01  # what RowPolicy auto may drop of a full-support row before the draw
 
 DENSE_F32 = session_pb2.ENCODING_DENSE_F32
@@ -131,6 +132,16 @@ def target_row(weights: Tensor) -> Row:
     """Wrap shaped target weights, float32 [vocab_size], for the wire: never cut or rounded."""
     sparse = _sparse_if_small(weights)
     return Row(weights.numel(), weights, None, DENSE_F32) if sparse is None else sparse
+
+
+def max_dense_rows(message_bytes: int, vocab_size: int, copies: int = 1) -> int:
+    """Rows of a target that surely fit into one message, however full they are.
+
+    copies: 2 where the raw log-probabilities of each row come with it.
+    """
+    return max(0, message_bytes - REST_BYTES) // (
+        _VALUE_TYPES[DENSE_F32].itemsize * vocab_size * copies
+    )
 
 
 def encode(row: Row) -> session_pb2.Distribution:

@@ -153,11 +153,11 @@ class Verifier:
 
     def _check_answer_bytes(self, session: Session, num_rows: int) -> None:
         copies = 1 + session.opening.sampling.HasField("num_logprobs")
-        needed = 4 * self._options.vocab_size * num_rows * copies
-        if needed > self._options.max_message_bytes - (1 << 16):
+        limit = self._options.max_message_bytes
+        most = wire.max_dense_rows(limit, self._options.vocab_size, copies)
+        if num_rows > most:
             raise InvalidRequest(
-                f"{num_rows} rows take {needed} bytes, a message holds "
-                f"{self._options.max_message_bytes}",
+                f"{num_rows} rows are asked for, a message of {limit} bytes holds {most}",
                 field="candidates",
             )
 

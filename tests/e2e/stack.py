@@ -109,7 +109,9 @@ async def running_stack(
             for index in range(count):
                 decoder = PrefixDecoder(VOCAB_SIZE, seed=seed)
                 service = await exits.enter_async_context(peers.running(side, decoder, own))
-                service.state.set_ready(model_info(service, f"{side}-{index}"), service.links)
+                info = model_info(service, f"{side}-{index}")
+                info.max_message_bytes = (own or peers.Setup()).max_message_bytes
+                service.state.set_ready(info, service.links)
                 services[side].append(service)
         settings = settings_of(services["target"], services["draft"], **changes)
         replica = CoordinatorReplica(settings, LetterTokenizer())  # type: ignore[arg-type]  # a fake

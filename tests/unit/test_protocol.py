@@ -305,6 +305,23 @@ def test_audited_rounds_come_back_with_rows() -> None:
         assert len(audit.target_rows) == len(audit.candidates) + 1
 
 
+def test_no_round_is_audited_whose_rows_fill_a_message() -> None:
+    """What watches a round must not fail it: the rows of two candidates do not fit, those of one
+    at the end do, and a round without any is audited as ever."""
+    plan = plan_of(num_draft_tokens=2, audit_ratio=1.0, max_rows=2)
+    rounds = [each for each in run(plan, FakeDraft()).records if not each.is_prefill]
+    assert {each.num_draft_tokens for each in rounds} >= {2, 1}
+    assert all(each.audited == (each.num_draft_tokens < 2) for each in rounds)
+
+
+@pytest.mark.parametrize(("max_rows", "most"), [(3, 2), (1, 0), (0, 0), (None, 4)])
+def test_blocks_decided_here_are_as_long_as_their_rows_fit(max_rows: int | None, most: int) -> None:
+    """A row for each candidate and one for the bonus come in one message."""
+    plan = plan_of(num_draft_tokens=4, decide_here=True, max_rows=max_rows)
+    loopback = run(plan, FakeDraft())
+    assert max(each.num_draft_tokens for each in loopback.records) == most
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_cancel_after_every_event(k: int) -> None:
     """Cancelled anywhere, the session closes what it opened, fails once and ignores the rest."""
