@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from specmesh.cli.flags import usable_device
 from specmesh.cli.output import progress, write_json, write_text
 from specmesh.errors import InvalidRequest
 
@@ -24,20 +25,21 @@ def acceptance(
     free_rows: int = typer.Option(
         0, "--free-rows", min=0, help="Also measure N rows of text without a prompt."
     ),
-    device: str | None = typer.Option(None, "--device", help="cpu or cuda; default: a GPU if any."),
+    device: str | None = typer.Option(
+        None, "--device", help="cpu, cuda or cuda:N; default: a GPU."
+    ),
     out: Path | None = typer.Option(
         None, "--out", help="Folder for acceptance.md, acceptance.json and acceptance.svg."
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON document, no tables."),
 ) -> None:
     """Measure acceptance by position and temperature, and what each encoding costs."""
-    import torch
-
     from specmesh.acceptance.files import write_measurement
     from specmesh.acceptance.measure import Request, measure
     from specmesh.acceptance.report import markdown
     from specmesh.distill.prompts import HELD_OUT_FILE, read_prompts
 
+    device = usable_device(device)
     request = Request(
         target=target,
         draft=draft,
@@ -45,7 +47,7 @@ def acceptance(
         temperatures=_numbers(temperatures),
         num_tokens=num_tokens,
         free_rows=free_rows,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
     )
     with progress("the target writes, both models judge"):
         measurement = measure(request)

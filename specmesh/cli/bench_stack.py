@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from specmesh.cli.flags import usable_device
 from specmesh.cli.output import progress, stderr, stdout, table
 from specmesh.cli.up import default_cache_dir, resolve_models, settings_flags
 from specmesh.errors import InvalidRequest, SpecmeshError
@@ -67,6 +68,9 @@ def bench_stack(
     chosen = selected(found, [each for each in cases.split(",") if each])
     if list_:
         return _print_cases(chosen, seconds + warm_up)
+    target_device = usable_device(target_device, "target_device")
+    draft_device = usable_device(draft_device, "draft_device")
+    device = usable_device(baseline_device or draft_device, "baseline_device")
     cache_dir = cache_dir or default_cache_dir()
     target, draft = resolve_models(target, draft, cache_dir)
     assert draft is not None, "only --no-draft goes without one"
@@ -81,9 +85,9 @@ def bench_stack(
         start_timeout_s=start_timeout,
     )
     keep = _Keep(output)
-    device = (baseline_device or draft_device) if baselines else None
     load = _Prompts(prompts or CHAT_PROMPTS, long_prompt)
-    _run(deployment, chosen, load, Limits(seconds, warm_up, max_tokens), keep, device)
+    limits = Limits(seconds, warm_up, max_tokens)
+    _run(deployment, chosen, load, limits, keep, device if baselines else None)
     keep.print_table()
     if keep.failed:
         raise typer.Exit(1)

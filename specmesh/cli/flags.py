@@ -183,6 +183,25 @@ OPTION_FLAGS: dict[str, Flag] = {
 }
 
 
+def usable_device(name: str | None, field: str = "device") -> str:
+    """The device that a flag names; None: a GPU if there is any.
+
+    Raises InvalidRequest for what is no device's name, ConfigError for a GPU that is not there.
+    """
+    import torch
+
+    from specmesh.engine.decoder import check_present, read_device
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = read_device(name, field)
+    except ConfigError as error:
+        raise InvalidRequest(error.message, field=field) from error
+    check_present(device, field)
+    return name
+
+
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command` the connection flags in place of its parameter `connection`."""
     return _expand(command, "connection", CONNECTION_FLAGS, lambda values: Connection(**values))

@@ -35,7 +35,10 @@ def stderr() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
-    return Console(stderr=stderr, highlight=False, soft_wrap=width is not None, width=width)
+    # Without emoji: `cuda:x:` is text, and so is what a caller or a model wrote.
+    return Console(
+        stderr=stderr, highlight=False, emoji=False, soft_wrap=width is not None, width=width
+    )
 
 
 def writable_streams() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from specmesh.cli.flags import usable_device
 from specmesh.cli.output import stdout, table, write_json
 from specmesh.errors import InvalidRequest
 
@@ -29,7 +30,7 @@ def window_report(
     window: int = typer.Option(..., "--window", min=1, help="Keys a token would see, its own too."),
     prompt: str | None = typer.Option(None, "--prompt", help="Text; - reads standard input."),
     prompt_file: Path | None = typer.Option(None, "--prompt-file", help="Text from a file."),
-    device: str = typer.Option("cpu", "--device", help="cpu or cuda."),
+    device: str = typer.Option("cpu", "--device", help="cpu, cuda or cuda:N."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document."),
 ) -> None:
     """Show what a window of attention would drop from each layer on a prompt, and its bound."""
@@ -37,7 +38,8 @@ def window_report(
 
     from specmesh.window_report import window_report as report
 
-    num_tokens, layers = report(model, _text(prompt, prompt_file), window, device=device)
+    text, device = _text(prompt, prompt_file), usable_device(device)
+    num_tokens, layers = report(model, text, window, device=device)
     if as_json:
         write_json(
             {"prompt_tokens": num_tokens, "window": window, "layers": [asdict(x) for x in layers]}

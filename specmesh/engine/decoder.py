@@ -7,6 +7,7 @@ given a `StepBatch` and returns logits. How an operation runs on a device is `la
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from specmesh.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEVICE_NAME = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
 
 
@@ -126,7 +128,7 @@ class Decoder:
         """Place the weights. fused: run the project's kernels, which `paged` steps need; invariant:
         a row's bits then do not depend on its batch. The checkpoint's weight_dtype says what
         matrices of layers are kept in. Raises ConfigError."""
-        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self.spec, self.dtype, self.device = spec, dtype, read_device(str(device))
         self.fingerprint, self.weight_dtype = fingerprint, checkpoint.weight_dtype
         check_placement(self.device, dtype)
         if self.weight_dtype == "fp8":
@@ -271,12 +273,28 @@ def _choose_ops(
     return fused_ops(invariant=invariant)
 
 
+def read_device(name: str, field: str = "device") -> torch.device:
+    """The device that a user names. Raises ConfigError, which blames `field`."""
+    if _DEVICE_NAME.fullmatch(name) is None:
+        raise ConfigError(f"unsupported device {name}: it must be cpu, cuda or cuda:N", field=field)
+    return torch.device(name)
+
+
+def check_present(device: torch.device, field: str = "device") -> None:
+    """Raise ConfigError for a GPU that this machine or torch build does not have."""
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cuda was asked for, and this machine or torch build has none", field=field
+        )
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"{device} was asked for, the last one is cuda:{count - 1}", field=field)
+
+
 def check_placement(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError for a device that is not there or a type that it does not run."""
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"unsupported device {device}: expected cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, and this machine or torch build has none")
+    check_present(device)
     allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in allowed:
         names = ", ".join(str(each).removeprefix("torch.") for each in allowed)

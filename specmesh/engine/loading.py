@@ -17,7 +17,7 @@ import torch
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import EngineSettings
 from specmesh.engine.block_pool import BlockPool
-from specmesh.engine.decoder import Decoder, check_fp8, check_placement, load_decoder
+from specmesh.engine.decoder import Decoder, check_fp8, check_placement, load_decoder, read_device
 from specmesh.engine.executor import Device
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache, page_bytes
@@ -51,7 +51,7 @@ def load_model(settings: EngineSettings) -> LoadedModel:
     folder = settings.model
     dtype_name = dtype_of(settings)
     dtype = DTYPES[dtype_name]
-    device, fused = torch.device(settings.device), is_fused(settings)
+    device, fused = device_of(settings), is_fused(settings)
     check_placement(device, dtype)
     if settings.weight_dtype == "fp8":
         check_fp8(device, dtype, fused=fused, invariant=settings.invariant)
@@ -143,11 +143,16 @@ def _describe(
     )
 
 
+def device_of(settings: EngineSettings) -> torch.device:
+    """The device that weights and K/V lie on. Raises ConfigError."""
+    return read_device(settings.device, field="engine.device")
+
+
 def dtype_of(settings: EngineSettings) -> str:
     """The name of the type that weights and K/V have."""
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if torch.device(settings.device).type == "cuda" else "float32"
+    return "bfloat16" if device_of(settings).type == "cuda" else "float32"
 
 
 def kept_dtype(settings: EngineSettings) -> WeightDtype:
@@ -163,7 +168,7 @@ def _types(settings: EngineSettings) -> str:
 
 def is_fused(settings: EngineSettings) -> bool:
     """Whether Triton kernels run. Raises ConfigError where they cannot."""
-    on_gpu = torch.device(settings.device).type == "cuda"
+    on_gpu = device_of(settings).type == "cuda"
     if settings.kernels == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "triton kernels need a GPU, or TRITON_INTERPRET=1 to be interpreted",

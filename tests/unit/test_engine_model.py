@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specmesh.config import EngineSettings
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
+from specmesh.engine.loading import load_model
+from specmesh.errors import ConfigError
 from tests.unit.tiny_models import (
     PAGE,
     VOCAB,
@@ -228,3 +231,12 @@ def test_bfloat16_follows_float32_loosely(tmp_path: Path) -> None:
     expected = reference_logits(model, tokens)
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU"])
+def test_a_setting_that_names_no_device(name: str, tmp_path: Path) -> None:
+    """A device's name that is none is refused by its setting, before anything is loaded."""
+    with pytest.raises(ConfigError) as refused:
+        load_model(EngineSettings(model=tmp_path, device=name))
+    expected = f"engine.device: unsupported device {name}: it must be cpu, cuda or cuda:N"
+    assert str(refused.value) == expected
