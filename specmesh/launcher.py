@@ -9,6 +9,9 @@ health checks only; it imports none of them and prints nothing (`specmesh/cli/up
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +33,8 @@ from specmesh.rpc import READINESS, RpcLimits, channel_options
 
 POLL_S = 0.1  # between two looks at processes that start or stop
 LOG_TAIL_LINES = 20
+KEPT_RUNS = 8  # logs of so many runs stay in a cache folder, and those of every run that goes on
+RUN_FOLDER = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9]+")
 KILL_WAIT_S = 5.0  # after SIGKILL; only a process stuck in the kernel takes longer
 
 
@@ -171,6 +176,8 @@ class Stack:
         for command in self.commands:
             command.log_path.parent.mkdir(parents=True, exist_ok=True)
             log = command.log_path.open("wb")
+            # The service holds the lock too, as long as it lives: `_goes_on` asks for it.
+            fcntl.flock(log, fcntl.LOCK_SH)
             try:
                 process = subprocess.Popen(
                     command.argv,
@@ -248,6 +255,52 @@ class Stack:
                     running.process.wait(KILL_WAIT_S)
                     family.kill()
                     running.log.close()
+
+
+def new_log_dir(parent: Path) -> Path:
+    """Make a folder in `parent` for the logs of one run, and remove those of old runs.
+
+    The newest KEPT_RUNS stay, and every one that a running service writes to.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    others = [each for each in parent.iterdir() if RUN_FOLDER.fullmatch(each.name)]
+    others.sort(key=_run_order)
+    # One more than the last: a number that is free again would make this run look old.
+    first = 1 + max((n for when, n in map(_run_order, others) if when == stamp), default=-1)
+    for number in itertools.count(first):
+        folder = parent / f"{stamp}-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # of a run that started in this moment
+            continue
+        break
+    for old in others[: 1 - KEPT_RUNS]:
+        logs = list(old.glob("*.log"))
+        if any(_goes_on(log) for log in logs):
+            continue
+        for log in logs:
+            log.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # holds something of another's
+            old.rmdir()
+    return folder
+
+
+def _run_order(folder: Path) -> tuple[str, int]:
+    stamp, _, number = folder.name.partition("-")
+    return stamp, int(number)
+
+
+def _goes_on(log_path: Path) -> bool:
+    """Whether a service still writes to its log."""
+    try:
+        with log_path.open("rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # another start removes old logs too
+        return False
+    return False
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:

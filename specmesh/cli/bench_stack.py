@@ -62,6 +62,7 @@ def bench_stack(
     """Measure the stack with 1 to 64 live streams: plain, policy and fixed candidates."""
     from specmesh.bench.stack import Deployment, Limits
     from specmesh.bench.stack_cases import CHAT_PROMPTS, selected, standard_cases
+    from specmesh.launcher import new_log_dir
 
     others = [_labelled(each) for each in other_draft]
     found = standard_cases(_counts(concurrency), [label for label, _ in others])
@@ -77,7 +78,7 @@ def bench_stack(
     deployment = Deployment(
         target_dir=target,
         drafts=[("", draft), *others],
-        log_dir=cache_dir / "logs",
+        log_dir=new_log_dir(cache_dir / "logs"),
         target_device=target_device,
         draft_device=draft_device,
         dtype=dtype,

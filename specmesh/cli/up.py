@@ -91,12 +91,12 @@ def running_stack(
     Yields the stack and the seconds it took; leaving stops every process. Raises ConfigError for a
     taken port, NotReady (with the end of the log) when a service dies.
     """
-    from specmesh.launcher import Stack, StackOptions, plan
+    from specmesh.launcher import Stack, StackOptions, new_log_dir, plan
 
     options = StackOptions(
         target_dir=models[0],
         draft_dir=models[1],
-        log_dir=cache_dir / "logs",
+        log_dir=new_log_dir(cache_dir / "logs"),
         trace_dir=trace_dir,
         ports=ports,
         num_draft_tokens=num_draft_tokens,
@@ -201,7 +201,8 @@ def settings_flags(assignments: Sequence[str]) -> dict[str, list[str]]:
 def _announce(stack: Stack, seconds: float, trace_dir: Path, *, as_json: bool) -> None:
     if as_json:
         endpoints = {command.name: command.address for command in stack.commands}
-        write_json({"endpoints": endpoints, "start_s": seconds, "trace_dir": str(trace_dir)})
+        folders = {"trace_dir": str(trace_dir), "log_dir": str(stack.commands[0].log_path.parent)}
+        write_json({"endpoints": endpoints, "start_s": seconds, **folders})
         return
     console = stdout()
     console.print(f"ready after {seconds:.1f} s")

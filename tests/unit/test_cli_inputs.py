@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from specmesh import launcher
 from specmesh.cli import main
 from specmesh.cli.outcome import ExitCode
+from specmesh.cli.up import running_stack
+from specmesh.errors import ConfigError
 
 MODEL_COMMANDS = {
     "window-report": ["--model", "none", "--window", "2", "--prompt", "hi", "--device"],
@@ -51,3 +56,30 @@ def test_a_gpu_that_is_not_there(
     code, shown = error_of([command, *MODEL_COMMANDS[command], "cuda:2"], capsys)
     assert code == ExitCode.SETUP
     assert "device: cuda:2 was asked for, the last one is cuda:1" in shown
+
+
+def test_a_start_in_the_cache_folder_of_another_run_keeps_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that `up` and its like write to a log folder of this run alone."""
+    monkeypatch.setattr(launcher.sys, "executable", str(tmp_path / "no python"))
+    seen = []
+    plan = launcher.plan
+
+    def planned(options: launcher.StackOptions) -> list[launcher.ServiceCommand]:
+        seen.append(plan(options))
+        return seen[-1]
+
+    monkeypatch.setattr(launcher, "plan", planned)
+    for _ in range(2):
+        with (
+            pytest.raises(ConfigError, match="cannot start target"),
+            running_stack(
+                (tmp_path, None), cache_dir=tmp_path, ports=launcher.Ports(0, 0, 0), trace_dir=None
+            ),
+        ):
+            pass
+    capsys.readouterr()
+    first, second = ({command.log_path for command in commands} for commands in seen)
+    assert not first & second
+    assert {path.parents[1] for path in first | second} == {tmp_path / "logs"}

@@ -15,6 +15,7 @@ import pytest
 
 from specmesh.errors import ConfigError, NotReady
 from specmesh.launcher import (
+    KEPT_RUNS,
     Interrupted,
     Ports,
     ServiceCommand,
@@ -23,6 +24,7 @@ from specmesh.launcher import (
     free_port,
     interruptible,
     is_ready,
+    new_log_dir,
     plan,
 )
 from specmesh.processes import process_table
@@ -92,6 +94,33 @@ def test_a_stack_becomes_ready_and_ends_with_the_block(tmp_path: Path) -> None:
         assert len(pids_of(commands)) == 2
     assert pids_of(commands) == []
     assert "hello" in (tmp_path / "logs" / "target.log").read_text()
+
+
+def test_each_run_has_logs_of_its_own(tmp_path: Path) -> None:
+    """Proves that runs in one cache folder share no log, and that old runs' logs are bounded."""
+    (tmp_path / "notes").mkdir()
+    folders = [new_log_dir(tmp_path) for _ in range(KEPT_RUNS + 3)]
+    assert len(set(folders)) == len(folders)
+    assert sorted(path for path in tmp_path.iterdir()) == sorted(
+        [tmp_path / "notes", *folders[-KEPT_RUNS:]]
+    )
+
+
+def test_later_runs_leave_the_logs_of_a_running_stack_alone(tmp_path: Path) -> None:
+    """Proves that a running service's log outlives any number of later runs, and goes after it."""
+    here = command(tmp_path, "target")
+    log_path = new_log_dir(tmp_path / "logs") / "target.log"
+    ended = new_log_dir(tmp_path / "logs") / "target.log"
+    ended.write_text("of a run that ended")
+    running = ServiceCommand(here.name, here.argv, here.port, log_path)
+    with Stack([running]) as stack:
+        stack.wait_ready(60)
+        for _ in range(KEPT_RUNS + 3):
+            new_log_dir(tmp_path / "logs")
+        assert "hello" in log_path.read_text()
+        assert not ended.exists()
+    new_log_dir(tmp_path / "logs")
+    assert not log_path.parent.exists()
 
 
 def test_loopback_ignores_proxies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
