@@ -63,7 +63,8 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A request with nothing left open. sampling.seed is sample 0's; see `sample_sampling`."""
+    """A request with nothing left open. seed: what is told to the caller. sampling.seed: what draws
+    are keyed by, of sample 0 (`sample_sampling`); see `Resolver` for where the two differ."""
 
     prompt: tuple[int, ...]
     operation: str
@@ -88,7 +89,7 @@ class Resolved:
         """The sampling parameters of sample `index`: the same but for the seed."""
         sampling = session_pb2.SamplingParams()
         sampling.CopyFrom(self.sampling)
-        sampling.seed = sample_seed(self.seed, index)
+        sampling.seed = sample_seed(self.sampling.seed, index)
         return sampling
 
     def plan(
@@ -128,7 +129,14 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Resolver:
-    """Checks and resolves requests for one pair of models."""
+    """Checks and resolves requests for one pair of models.
+
+    Where the policy chooses k under the residual rule, draws are keyed by a seed of the call's own.
+    A call may repeat or resume an earlier one whose last rounds nobody received, and the policy
+    has seen what was accepted in them: with the same noise again, and a k that follows from it, the
+    law of a position drawn again would not be the target's (exactness rules 7 and 12). With a fixed
+    k, and under the coupled rule, nothing that was seen has a say, and the seed gives the noise.
+    """
 
     tokenizer: Tokenizer
     limits: ModelLimits
@@ -142,8 +150,7 @@ class Resolver:
         _in_range("n", num_samples, 1, self.admission.max_samples)
         has_seed = request.HasField("seed")
         seed = request.seed if has_seed else self.draw_seed()
-        sampling = self._sampling(request, seed)
-        validate(sampling, self.limits.vocab_size)
+        sampling = self._sampling(request)
         stop = self._stop_strings(request)
         num_draft_tokens = self._num_draft_tokens(request)
         rule = _known("rule", request.rule, session_pb2.DecisionRule)
@@ -152,6 +159,9 @@ class Resolver:
         by_seed = (
             session_pb2.DECISION_RULE_COUPLED if has_seed else session_pb2.DECISION_RULE_RESIDUAL
         )
+        rule = rule or by_seed
+        has_own = rule == session_pb2.DECISION_RULE_RESIDUAL and num_draft_tokens is None
+        sampling.seed = self.draw_seed() if has_own else seed
         prompt, operation = self._prompt(request)
         max_tokens = self._max_tokens(request, len(prompt))
         self._check_resume(request, num_samples, max_tokens)
@@ -161,7 +171,7 @@ class Resolver:
             num_samples=num_samples,
             seed=seed,
             sampling=sampling,
-            rule=rule or by_seed,
+            rule=rule,
             decide_at=decide_at or PLACEMENTS[self.speculation.decide_at],
             row_policy=row_policy or ROW_POLICIES[self.speculation.row_policy],
             num_draft_tokens=num_draft_tokens,
@@ -176,9 +186,9 @@ class Resolver:
             ),
         )
 
-    def _sampling(
-        self, request: generation_pb2.GenerateRequest, seed: int
-    ) -> session_pb2.SamplingParams:
+    def _sampling(self, request: generation_pb2.GenerateRequest) -> session_pb2.SamplingParams:
+        """All but the seed."""
+
         def given(field: str, default: float) -> float:
             return float(getattr(request, field)) if request.HasField(field) else default
 
@@ -188,7 +198,6 @@ class Resolver:
         if not request.ignore_eos:
             stop_ids.update(self.limits.eos_ids)
         sampling = session_pb2.SamplingParams(
-            seed=seed,
             temperature=given("temperature", 1.0),
             top_k=request.top_k if request.HasField("top_k") else 0,
             top_p=given("top_p", 1.0),
@@ -205,6 +214,7 @@ class Resolver:
         )
         if request.HasField("logprobs"):
             sampling.num_logprobs = request.logprobs
+        validate(sampling, self.limits.vocab_size)
         return sampling
 
     def _stop_strings(self, request: generation_pb2.GenerateRequest) -> tuple[str, ...]:

@@ -216,6 +216,29 @@ def test_everything_given_reaches_the_services() -> None:
     assert plan.max_len == 14
 
 
+def test_where_the_policy_chooses_noise_is_drawn_anew_for_each_call() -> None:
+    """The policy has seen what an earlier attempt accepted and nobody received: the same noise
+    again, under another k that follows from it, would bend the law of what is drawn once more. With
+    a fixed k, or coupled, the seed gives the noise, so that the same is drawn again."""
+    drawn = iter(range(1000, 2000))
+    fresh = replace(resolver(), draw_seed=lambda: next(drawn))
+    again = {"seed": 7, "resume_token_ids": [1, 1], "resume_round": 1}
+    residual, coupled = session_pb2.DECISION_RULE_RESIDUAL, session_pb2.DECISION_RULE_COUPLED
+    calls = [fresh.resolve(request(rule=residual, **again)) for _ in range(2)]
+    assert [call.seed for call in calls] == [7, 7]
+    assert [call.sampling.seed for call in calls] == [1000, 1001]
+    assert calls[0].sample_sampling(1).seed == sample_seed(1000, 1)
+    assert fresh.resolve(request(seed=7, rule=residual)).sampling.seed == 1002  # not received either
+    fixed = replace(fresh, speculation=SpeculationSettings(num_draft_tokens=3))
+    for kept in (
+        fresh.resolve(request(rule=coupled, **again)),
+        fresh.resolve(request(rule=residual, num_draft_tokens=2, **again)),
+        fresh.resolve(request(rule=residual, num_draft_tokens=0, **again)),
+        fixed.resolve(request(rule=residual, **again)),
+    ):
+        assert (kept.seed, kept.sampling.seed) == (7, 7)
+
+
 def test_samples_have_seeds_of_their_own() -> None:
     """Sample 0 keeps the request's seed, sample i gets Philox(seed, i); nothing else differs."""
     found = resolver().resolve(request(seed=77, n=3))
