@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from specmesh.config import PORTS
-from specmesh.errors import ConfigError, InvalidRequest
+from specmesh.errors import ConfigError, InternalError, InvalidRequest, SpecmeshError
 from specmesh.request import GenerateOptions
 
 if TYPE_CHECKING:
@@ -39,17 +40,26 @@ class Connection:
     tls_certificate: Path | None
     tls_key: Path | None
 
-    def open(self) -> Client:
-        """A client for it. Raises ConfigError when TLS files cannot be read."""
+    @contextmanager
+    def open(self) -> Iterator[Client]:
+        """A client for it, closed at the end of the block.
+
+        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no coordinator.
+        """
         from specmesh.client import Client, RetryPolicy
 
         addresses = [part.strip() for part in self.address.split(",") if part.strip()]
-        return Client(
+        credentials = self._credentials()
+        with Client(
             addresses,
             api_key=self.api_key,
-            credentials=self._credentials(),
+            credentials=credentials,
             retry=RetryPolicy(max_attempts=self.retries + 1),
-        )
+        ) as client:
+            try:
+                yield client
+            except InternalError as error:
+                raise _no_coordinator(error, addresses, credentials) from error
 
     def _credentials(self) -> Any:
         if self.tls_authority is None:
@@ -66,6 +76,21 @@ class Connection:
             )
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _no_coordinator(
+    error: InternalError, addresses: Sequence[str], credentials: Any
+) -> SpecmeshError:
+    """The error itself, or what to say in its place when the peer does not know the method."""
+    from specmesh.cli.peers import is_unimplemented, kind_at
+
+    if not is_unimplemented(error):
+        return error
+    for address in addresses:
+        kind = kind_at(address, credentials)
+        if kind is not None:
+            return InvalidRequest(f"{address} is no coordinator but {kind}", field="address")
+    return InvalidRequest(f"{' or '.join(addresses)} is no coordinator", field="address")
 
 
 _GROUP = "Connection"

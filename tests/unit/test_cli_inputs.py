@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from specmesh.cli import main
 from specmesh.cli.outcome import ExitCode
 from specmesh.cli.up import running_stack
 from specmesh.errors import ConfigError
+from specmesh.rpc import Health, RpcLimits, bind, create_server
 
 MODEL_COMMANDS = {
     "window-report": ["--model", "none", "--window", "2", "--prompt", "hi", "--device"],
@@ -83,3 +88,46 @@ def test_a_start_in_the_cache_folder_of_another_run_keeps_its_logs(
     first, second = ({command.log_path for command in commands} for commands in seen)
     assert not first & second
     assert {path.parents[1] for path in first | second} == {tmp_path / "logs"}
+
+
+@contextmanager
+def health_only(*services: str) -> Iterator[str]:
+    """The address of a server that answers health checks under these names, and nothing else."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def started() -> tuple[str, object]:
+        server = create_server(RpcLimits())
+        await Health(services).attach(server)
+        port = bind(server, "127.0.0.1:0")
+        await server.start()
+        return f"127.0.0.1:{port}", server
+
+    address, server = asyncio.run_coroutine_threadsafe(started(), loop).result()
+    try:
+        yield address
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize("command", [["health"], ["generate", "hi"]])
+@pytest.mark.parametrize(
+    ("service", "told"),
+    [
+        ("specmesh.v1.TargetService", " but a target service"),
+        ("specmesh.v1.DraftService", " but a draft service"),
+        ("elsewhere.v1.Service", ""),
+    ],
+)
+def test_an_address_of_something_else(
+    service: str, told: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that a port which is no coordinator's is said to be none, and what it is if known."""
+    with health_only(service) as address:
+        code, shown = error_of([*command, "--address", address], capsys)
+    assert code == ExitCode.USAGE
+    assert shown == f"address: {address} is no coordinator{told}"
