@@ -228,7 +228,8 @@ def test_where_the_policy_chooses_noise_is_drawn_anew_for_each_call() -> None:
     assert [call.seed for call in calls] == [7, 7]
     assert [call.sampling.seed for call in calls] == [1000, 1001]
     assert calls[0].sample_sampling(1).seed == sample_seed(1000, 1)
-    assert fresh.resolve(request(seed=7, rule=residual)).sampling.seed == 1002  # not received either
+    repeated = fresh.resolve(request(seed=7, rule=residual))  # nothing of it was received
+    assert repeated.sampling.seed == 1002
     fixed = replace(fresh, speculation=SpeculationSettings(num_draft_tokens=3))
     for kept in (
         fresh.resolve(request(rule=coupled, **again)),
