@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specmesh.cli.generate import Answer, collect
+from specmesh.cli.generate import Answer, collect, user_turn
 from specmesh.cli.output import progress, stderr, stdout, table, write_text
 from specmesh.cli.up import default_cache_dir, resolve_models, running_stack
 from specmesh.request import ChatTurn, GenerateOptions
@@ -41,6 +41,7 @@ def demo(
     """Show speculative decoding at work: answer, acceptance, speed and trace of one request."""
     from specmesh.launcher import Interrupted, Ports, interruptible
 
+    turn = user_turn(prompt)
     cache_dir = cache_dir or default_cache_dir()
     trace_dir = cache_dir / "traces"
     options = GenerateOptions(
@@ -59,23 +60,23 @@ def demo(
                 seconds,
             ):
                 stderr().print(f"all three services are ready after {seconds:.1f} s\n")
-                _show(stack.address("coordinator"), prompt, options, trace_dir)
+                _show(stack.address("coordinator"), turn, options, trace_dir)
                 stderr().print("\nstopping the services")
     except Interrupted as interrupted:
         raise typer.Exit(128 + interrupted.signum) from None
 
 
-def _show(address: str, prompt: str, options: GenerateOptions, trace_dir: Path) -> None:
+def _show(address: str, turn: ChatTurn, options: GenerateOptions, trace_dir: Path) -> None:
     from dataclasses import replace
 
     from specmesh.bench.rounds import complete_trace
     from specmesh.client import Client
     from specmesh.traces.terminal import print_trace
 
-    turns = [ChatTurn("user", prompt)]
+    turns = [turn]
     with Client(address) as client:
         _warm_up(client, (options, replace(options, num_draft_tokens=0)))
-        stdout().print(f"> {prompt}", style="bold", markup=False)
+        stdout().print(f"> {turn.content}", style="bold", markup=False)
         speculative = collect(client.stream(turns, options), show=True)
         write_text("\n\n")
         # As many tokens again, so that both speeds are over contexts of the same length.

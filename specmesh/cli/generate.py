@@ -138,7 +138,10 @@ def _prompt(
     if token_ids is not None:
         if raw or system:
             raise InvalidRequest("token ids take no --raw and no --system", field="prompt")
-        return _ids(token_ids, "prompt")
+        ids = _ids(token_ids, "prompt")
+        if not ids:
+            raise InvalidRequest("is empty", field="prompt")
+        return ids
     if file is not None:
         try:
             text = file.read_text()
@@ -150,9 +153,18 @@ def _prompt(
     if raw:
         if system:
             raise InvalidRequest("a raw text has no system message", field="prompt")
+        if not text:  # white space can be continued
+            raise InvalidRequest("is empty", field="prompt")
         return text
     turns = [ChatTurn("system", system)] if system else []
-    return [*turns, ChatTurn("user", text)]
+    return [*turns, user_turn(text)]
+
+
+def user_turn(text: str) -> ChatTurn:
+    """What a user says. Raises InvalidRequest for nothing: a model answers that with anything."""
+    if not text.strip():
+        raise InvalidRequest("is empty", field="prompt")
+    return ChatTurn("user", text)
 
 
 def _ids(text: str, field_name: str) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from specmesh.cli.outcome import ExitCode
 from specmesh.cli.up import running_stack
 from specmesh.errors import ConfigError
 from specmesh.rpc import Health, RpcLimits, bind, create_server
+from tests.unit.scripted_coordinator import Script, serving
 
 MODEL_COMMANDS = {
     "window-report": ["--model", "none", "--window", "2", "--prompt", "hi", "--device"],
@@ -131,3 +134,41 @@ def test_an_address_of_something_else(
         code, shown = error_of([*command, "--address", address], capsys)
     assert code == ExitCode.USAGE
     assert shown == f"address: {address} is no coordinator{told}"
+
+
+@pytest.mark.parametrize("stdin", ["", " \n"])
+@pytest.mark.parametrize(
+    "prompt",
+    [[""], [" \t"], ["-"], ["", "--raw"], ["", "--system", "s"], ["--token-ids", ""], ["--file"]],
+)
+def test_a_prompt_of_nothing(
+    prompt: list[str],
+    stdin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Proves that every way to give no text is refused, and that nothing is sent."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    if prompt == ["--file"]:
+        (tmp_path / "prompt.txt").write_text(stdin)
+        prompt = ["--file", str(tmp_path / "prompt.txt")]
+    script = Script()
+    with serving(script) as address:
+        code, shown = error_of(["generate", *prompt, "--address", address], capsys)
+    assert (code, shown) == (ExitCode.USAGE, "prompt: is empty")
+    assert script.requests == []
+
+
+def test_white_space_can_be_continued(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves that a raw text of white space is sent: it is one."""
+    script = Script()
+    with serving(script) as address:
+        assert main(["generate", "\n", "--raw", "--address", address]) == ExitCode.OK
+    capsys.readouterr()
+    assert [request.text for request in script.requests] == ["\n"]
+
+
+def test_the_demo_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves that nothing is started for a prompt of nothing."""
+    assert error_of(["demo", ""], capsys) == (ExitCode.USAGE, "prompt: is empty")
