@@ -1,7 +1,7 @@
 """How many tokens to draft: tokens per second at the current load, k = 0 an ordinary value.
 
 Owns the choice over rates (`coordinator/acceptance.py`) and costs (`coordinator/costs.py`) at the
-present number of sessions (reference: theory.md section 7), and what trials measure
+present number of sessions (reference: THEORY.md section 7), and what trials measure
 (`coordinator/trials.py` says when). Pure: times come in as numbers, nothing is drawn. It sees
 judged positions, times and loads only, never the value of a token nor a candidate that was not
 judged (DESIGN section 2, rule 7).

@@ -1,4 +1,4 @@
-"""The specification of attention, in plain PyTorch: theory.md sections 2 and 3 in their own order.
+"""The specification of attention, in plain PyTorch: THEORY.md sections 2 and 3 in their own order.
 
 First the mergeable statistics of a softmax (m, l, u), then attention with every option, then its
 backward, then attention over paged K/V in the leaf-and-chunk order that makes a verify step and
@@ -373,7 +373,7 @@ def window_error_bound(
 
     delta [batch, heads, queries]: the probability mass that full attention (`options`) puts on
     keys at least `window` positions back; bound = 2 delta M with M the largest ||v|| among all keys
-    of the row's kv head: ||o - o'|| <= 2 delta M when delta < 1 (theory.md section 3). Bounds one
+    of the row's kv head: ||o - o'|| <= 2 delta M when delta < 1 (THEORY.md section 3). Bounds one
     row's output, not task quality. Rows without visible keys have delta 0.
     """
     probs = _probabilities(q, k, options, None, None).probs

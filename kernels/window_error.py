@@ -5,7 +5,7 @@ drop, delta, directly (not as 1 - kept, which would cancel). Then ||o - o'|| <= 
 the largest value norm. A diagnostic, measured per layer; it bounds one row's output and says
 nothing about task quality. Must not know how the full pass was computed.
 
-Specification: `reference_attention.window_error_bound` (theory.md section 3).
+Specification: `reference_attention.window_error_bound` (THEORY.md section 3).
 """
 
 from __future__ import annotations

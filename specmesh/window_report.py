@@ -2,7 +2,7 @@
 
 Runs the prompt through the model as it is and, beside each layer's attention, the same queries with
 a window. Measured: the probability mass delta that the window drops from each row of each head, the
-bound 2 delta M on how far the output can move (M the largest norm of a value; theory.md section 3),
+bound 2 delta M on how far the output can move (M the largest norm of a value; THEORY.md section 3),
 and how far it does move. It bounds single rows, not the quality of a text: later layers are given
 the full attention's output. A model with a window of its own is measured against that window.
 """

@@ -1,7 +1,7 @@
 """What a window of steady load says: milliseconds per token, latencies, acceptance.
 
 Pure arithmetic over what clients observed. Long-run cost is summed time over summed tokens, never a
-mean of ratios (theory.md section 7). First token and later tokens are kept apart.
+mean of ratios (THEORY.md section 7). First token and later tokens are kept apart.
 """
 
 from __future__ import annotations

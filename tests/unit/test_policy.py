@@ -68,7 +68,7 @@ def settled(
 
 
 def test_theory_s_numbers() -> None:
-    """Rates (.9, .7, .5) give 2.845 tokens; theory.md section 7."""
+    """Rates (.9, .7, .5) give 2.845 tokens; THEORY.md section 7."""
     assert expected_tokens([Fraction(9, 10), Fraction(7, 10), Fraction(1, 2)]) == Fraction(569, 200)
 
 
