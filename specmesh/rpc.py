@@ -13,8 +13,11 @@ import inspect
 import json
 import logging
 import os
+import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -178,10 +181,25 @@ def bind(
         else:
             port = server.add_insecure_port(address)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot listen on {address}: is the port taken? ({error})") from error
+        why = _refusal(address) or str(error)
+        raise ConfigError(f"cannot listen on {address}: {why}") from error
     if port == 0:
-        raise ConfigError(f"cannot listen on {address}: is the port taken?")
+        raise ConfigError(f"cannot listen on {address}: {_refusal(address) or 'gRPC refuses it'}")
     return int(port)
+
+
+def _refusal(address: str) -> str | None:
+    """What the system says against listening on `host:port`; gRPC keeps that to itself."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, place in found:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(place)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
@@ -230,14 +248,44 @@ def _read_tls(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
     assert tls.private_key is not None
     assert tls.certificate is not None
     assert tls.authority is not None
+    authority = read_authority(tls.authority)
+    return *read_identity(tls.certificate, tls.private_key), authority
+
+
+def read_authority(path: Path) -> bytes:
+    """Certificates to trust. Raises ConfigError, which names the file, for what gRPC cannot use.
+
+    gRPC itself takes any bytes, and then fails every handshake as if nothing answered.
+    """
+    content = _read(path)
     try:
-        return (
-            tls.private_key.read_bytes(),
-            tls.certificate.read_bytes(),
-            tls.authority.read_bytes(),
-        )
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except OSError as error:  # the base of SSLError
+        raise ConfigError(f"{path} holds no certificate in PEM", field="tls") from error
+    return content
+
+
+def read_identity(certificate: Path, private_key: Path) -> tuple[bytes, bytes]:
+    """(private key, certificate). Raises ConfigError, which names the file, as above."""
+    content = read_authority(certificate)
+    key = _read(private_key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # what is strong enough, gRPC judges
+    try:
+        # With a password OpenSSL asks nobody for one.
+        context.load_cert_chain(certificate, private_key, password="")
     except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}", field="tls") from error
+        raise ConfigError(
+            f"{private_key} holds no private key in PEM that fits {certificate}", field="tls"
+        ) from error
+    return key, content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="tls") from error
 
 
 class Health:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from specmesh.addresses import check_addresses
 from specmesh.config import PORTS
 from specmesh.errors import ConfigError, InternalError, InvalidRequest, SpecmeshError
 from specmesh.request import GenerateOptions
@@ -44,11 +45,13 @@ class Connection:
     def open(self) -> Iterator[Client]:
         """A client for it, closed at the end of the block.
 
-        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no coordinator.
+        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no address or
+        no coordinator.
         """
         from specmesh.client import Client, RetryPolicy
 
         addresses = [part.strip() for part in self.address.split(",") if part.strip()]
+        refuse_wrong_addresses(addresses, "address")
         credentials = self._credentials()
         with Client(
             addresses,
@@ -66,16 +69,24 @@ class Connection:
             if self.tls_certificate or self.tls_key:
                 raise ConfigError("--tls-certificate and --tls-key need --tls-authority")
             return None
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("--tls-certificate and --tls-key go together")
         import grpc
 
-        try:
-            return grpc.ssl_channel_credentials(
-                self.tls_authority.read_bytes(),
-                self.tls_key.read_bytes() if self.tls_key else None,
-                self.tls_certificate.read_bytes() if self.tls_certificate else None,
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        from specmesh.rpc import read_authority, read_identity
+
+        identity: tuple[bytes | None, bytes | None] = (None, None)
+        if self.tls_certificate and self.tls_key:
+            identity = read_identity(self.tls_certificate, self.tls_key)
+        return grpc.ssl_channel_credentials(read_authority(self.tls_authority), *identity)
+
+
+def refuse_wrong_addresses(addresses: Sequence[str], field: str) -> None:
+    """Raise InvalidRequest that names the flag when one of its addresses is not host:port."""
+    try:
+        check_addresses(addresses)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field=field) from None
 
 
 def _no_coordinator(

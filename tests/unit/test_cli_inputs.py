@@ -19,6 +19,7 @@ from specmesh.cli.outcome import ExitCode
 from specmesh.cli.up import running_stack
 from specmesh.errors import ConfigError
 from specmesh.rpc import Health, RpcLimits, bind, create_server
+from tests.rpc.test_credentials import Authority
 from tests.unit.scripted_coordinator import Script, serving
 
 MODEL_COMMANDS = {
@@ -172,3 +173,21 @@ def test_white_space_can_be_continued(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_demo_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     """Proves that nothing is started for a prompt of nothing."""
     assert error_of(["demo", ""], capsys) == (ExitCode.USAGE, "prompt: is empty")
+
+
+@pytest.mark.parametrize("command", [["health"], ["generate", "hi"]])
+def test_a_file_that_holds_no_certificate(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that TLS files are read before anybody is called, and blamed by their path."""
+    bad = tmp_path / "bad.txt"
+    bad.write_text("hello")
+    code, shown = error_of([*command, "--tls-authority", str(bad)], capsys)
+    assert (code, shown) == (ExitCode.SETUP, f"tls: {bad} holds no certificate in PEM")
+    good = Authority(tmp_path, "ours").issue("client")
+    flags = ["--tls-authority", str(good.authority), "--tls-certificate", str(good.certificate)]
+    code, shown = error_of([*command, *flags, "--tls-key", str(bad)], capsys)
+    assert code == ExitCode.SETUP
+    assert shown == f"tls: {bad} holds no private key in PEM that fits {good.certificate}"
+    code, shown = error_of([*command, *flags], capsys)
+    assert (code, shown) == (ExitCode.SETUP, "--tls-certificate and --tls-key go together")

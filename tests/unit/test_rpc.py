@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator
 
 import grpc
@@ -20,6 +22,7 @@ from specmesh.errors import (
     SpecmeshError,
     TooBusy,
 )
+from tests.rpc.test_credentials import Authority
 
 SERVICE = "specmesh.v1.TargetService"
 LIMITS = rpc.RpcLimits(max_message_bytes=256 * 1024)
@@ -172,8 +175,40 @@ async def test_a_taken_port_is_named(service) -> None:
     """A second server on the port is a ConfigError with the address, not a silent listener."""
     *_, port = service
     second = rpc.create_server(LIMITS)
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+    taken = os.strerror(errno.EADDRINUSE)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: {taken}"):
         rpc.bind(second, f"127.0.0.1:{port}")
+
+
+async def test_an_address_of_another_machine_is_no_taken_port() -> None:
+    """What the system says against an address is passed on; no cause is made up."""
+    server = rpc.create_server(LIMITS)
+    with pytest.raises(ConfigError) as refused:
+        rpc.bind(server, "192.0.2.1:0")
+    expected = f"cannot listen on 192.0.2.1:0: {os.strerror(errno.EADDRNOTAVAIL)}"
+    assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("wrong", ["certificate", "private_key", "authority"])
+@pytest.mark.parametrize("make", [rpc.server_credentials, rpc.channel_credentials])
+def test_tls_files_that_hold_something_else_are_named(make, wrong, tmp_path) -> None:
+    """A file that gRPC could only fail handshakes with is refused at start, by its path."""
+    tls = Authority(tmp_path, "ours").issue("peer")
+    make(tls)
+    path = getattr(tls, wrong)
+    path.write_text("-----BEGIN nothing-----")
+    with pytest.raises(ConfigError, match=rf"^tls: {path} holds no"):
+        make(tls)
+
+
+def test_a_key_of_another_certificate_is_named(tmp_path) -> None:
+    """Certificate and key of two peers are no identity."""
+    authority = Authority(tmp_path, "ours")
+    one, other = authority.issue("one"), authority.issue("other")
+    with pytest.raises(
+        ConfigError, match=rf"{other.private_key} holds no private key .* that fits"
+    ):
+        rpc.read_identity(one.certificate, other.private_key)
 
 
 async def test_health_names_become_ready_and_liveness_is_at_once(service) -> None:
