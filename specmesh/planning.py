@@ -83,8 +83,9 @@ class RoundTimes:
 
 def speculative_speedup(tokens: float, num_draft_tokens: int, times: RoundTimes) -> float:
     """Speed-up over plain decoding, c_t E[N] / (k c_d + c_v + c_m). Below 1 speculation loses."""
+    _require(0 < times.decode < math.inf, "a plain step takes time")
     round_time = num_draft_tokens * times.draft + times.verify + times.overhead
-    _require(round_time > 0, "a round takes time")
+    _require(0 < round_time < math.inf, "a round takes time")
     return times.decode * tokens / round_time
 
 

@@ -7,9 +7,11 @@ Owns the names of options and the kinds of prompt. Ranges and defaults are the c
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import session_pb2
@@ -26,6 +28,9 @@ class ChatTurn:
 
 # Text as it is, token ids as they are, or chat messages (the coordinator applies the template).
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
+
+MAX_UINT32 = 2**32 - 1
+_MOST = {FieldDescriptor.TYPE_UINT32: MAX_UINT32, FieldDescriptor.TYPE_UINT64: 2**64 - 1}
 
 RULES = {
     "residual": session_pb2.DECISION_RULE_RESIDUAL,
@@ -96,8 +101,23 @@ class GenerateOptions:
                 else:
                     setattr(request, option.name, value)
             except (ValueError, TypeError) as error:
-                raise InvalidRequest(str(error), field=option.name) from error
+                why = _out_of_range(option.name, value) or str(error)
+                raise InvalidRequest(why, field=option.name) from error
         return request
+
+
+def _out_of_range(name: str, value: Any) -> str | None:
+    """What to say of an integer that its field cannot hold; None where that is not the fault."""
+    field = pb.GenerateRequest.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None:  # a map
+        field = field.message_type.fields_by_name["key"]
+    most = _MOST.get(field.type)
+    if most is None:
+        return None
+    for each in value if isinstance(value, Iterable) else (value,):
+        if isinstance(each, int) and not 0 <= each <= most:
+            return f"{each} is not in 0 to {most}"
+    return None
 
 
 def _enum(name: str, value: str, names: Mapping[str, Any]) -> Any:
@@ -123,7 +143,13 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         elif any(isinstance(part, bool) for part in parts):
             raise TypeError
         else:
-            request.tokens.token_ids.extend(operator.index(part) for part in parts)
+            ids = [operator.index(part) for part in parts]
+            for token_id in ids:
+                if not 0 <= token_id <= MAX_UINT32:
+                    raise InvalidRequest(
+                        f"token id {token_id} is not in 0 to {MAX_UINT32}", field="prompt"
+                    )
+            request.tokens.token_ids.extend(ids)
             request.tokens.SetInParent()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"is no text: {error.reason}", field="prompt") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import typer
 
 from specmesh.addresses import check_addresses
 from specmesh.config import PORTS
-from specmesh.errors import ConfigError, InternalError, InvalidRequest, SpecmeshError
+from specmesh.errors import ConfigError, DeadlineExceeded, InternalError, InvalidRequest
 from specmesh.request import GenerateOptions
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ class Connection:
     tls_key: Path | None
 
     @contextmanager
-    def open(self) -> Iterator[Client]:
-        """A client for it, closed at the end of the block.
+    def open(self, most_s: float = math.inf) -> Iterator[Client]:
+        """A client for it, closed at the end of the block; calls take `most_s` at most.
 
-        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no address or
-        no coordinator.
+        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no coordinator.
         """
+        from specmesh.cli.peers import is_unimplemented
         from specmesh.client import Client, RetryPolicy
 
         addresses = [part.strip() for part in self.address.split(",") if part.strip()]
@@ -61,8 +62,15 @@ class Connection:
         ) as client:
             try:
                 yield client
+            except DeadlineExceeded as error:
+                seconds = min(self.timeout, most_s)
+                raise DeadlineExceeded(
+                    f"the request took longer than {seconds:g} s", field="timeout"
+                ) from error
             except InternalError as error:
-                raise _no_coordinator(error, addresses, credentials) from error
+                if not is_unimplemented(error):
+                    raise
+                raise _no_coordinator(addresses, credentials) from error
 
     def _credentials(self) -> Any:
         if self.tls_authority is None:
@@ -89,14 +97,10 @@ def refuse_wrong_addresses(addresses: Sequence[str], field: str) -> None:
         raise InvalidRequest(str(error), field=field) from None
 
 
-def _no_coordinator(
-    error: InternalError, addresses: Sequence[str], credentials: Any
-) -> SpecmeshError:
-    """The error itself, or what to say in its place when the peer does not know the method."""
-    from specmesh.cli.peers import is_unimplemented, kind_at
+def _no_coordinator(addresses: Sequence[str], credentials: Any) -> InvalidRequest:
+    """What to say when the peer does not know a coordinator's methods."""
+    from specmesh.cli.peers import kind_at
 
-    if not is_unimplemented(error):
-        return error
     for address in addresses:
         kind = kind_at(address, credentials)
         if kind is not None:

@@ -18,7 +18,7 @@ from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.cli.flags import Connection, with_connection, with_options
 from specmesh.cli.output import stderr, write_json, write_text
 from specmesh.errors import InvalidRequest
-from specmesh.request import ChatTurn, GenerateOptions, Prompt
+from specmesh.request import MAX_UINT32, ChatTurn, GenerateOptions, Prompt
 
 if TYPE_CHECKING:
     from specmesh.client import Event
@@ -102,7 +102,9 @@ def generate(
     resume_token_ids: str | None = typer.Option(
         None, "--resume-token-ids", help="Output already held (whole rounds); needs --seed."
     ),
-    resume_round: int = typer.Option(0, "--resume-round", min=0, help="Rounds already held."),
+    resume_round: int = typer.Option(
+        0, "--resume-round", min=0, max=MAX_UINT32, help="Rounds already held."
+    ),
     as_json: bool = typer.Option(False, "--json", help="One JSON document instead of text."),
     stats: bool = typer.Option(True, "--stats/--no-stats", help="Statistics on standard error."),
 ) -> None:
@@ -169,9 +171,13 @@ def user_turn(text: str) -> ChatTurn:
 
 def _ids(text: str, field_name: str) -> list[int]:
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
         raise InvalidRequest(f"{text!r} is no list of token ids", field=field_name) from error
+    for token_id in ids:
+        if not 0 <= token_id <= MAX_UINT32:
+            raise InvalidRequest(f"{token_id} is not in 0 to {MAX_UINT32}", field=field_name)
+    return ids
 
 
 @with_connection

@@ -6,9 +6,11 @@ from typing import Any
 
 import typer
 
-from specmesh.cli.flags import Connection, with_connection
+from specmesh.cli.flags import Connection, refuse_wrong_addresses, with_connection
 from specmesh.cli.output import stdout, table, write_json
 from specmesh.errors import NotReady
+
+MOST_S = 10.0  # for an answer
 
 
 @with_connection
@@ -22,8 +24,9 @@ def health(
     """Ask the coordinator (and services) for readiness; exit code 3 unless all are ready."""
     from specmesh.launcher import is_ready
 
-    with connection.open() as client:
-        info = client.info(timeout_s=min(connection.timeout, 10.0))
+    refuse_wrong_addresses(service, "service")
+    with connection.open(MOST_S) as client:
+        info = client.info(timeout_s=min(connection.timeout, MOST_S))
     others = {address: is_ready(address) for address in service}
     if as_json:
         write_json(_document(connection.address, info, others))

@@ -5,6 +5,8 @@ The formulas are `specmesh/planning.py`'s; this file only reads flags and prints
 
 from __future__ import annotations
 
+import math
+
 import typer
 
 from specmesh.cli.output import stdout, table, write_json
@@ -32,6 +34,11 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="One JSON document."),
 ) -> None:
     """Predict E[N] and the speed-up over plain decoding for k = 0, 1, 2, ..."""
+    _check_time("decode", decode, above_0=True)
+    _check_time("draft", draft)
+    _check_time("verify", verify, above_0=True)
+    _check_time("verify_per_token", verify_per_token)
+    _check_time("overhead", overhead)
     per_candidate = _rates(rates)
     limit = max_k if len(per_candidate) == 1 else min(max_k, len(per_candidate))
     if len(per_candidate) == 1:
@@ -42,10 +49,7 @@ def plan(
         times = RoundTimes(decode, draft, verify + k * verify_per_token, overhead)
         if k == 0:  # plain decoding runs no verification pass
             times = RoundTimes(decode, draft, decode, 0)
-        try:
-            speedup = speculative_speedup(tokens, k, times)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+        speedup = speculative_speedup(tokens, k, times)
         rows.append({"k": k, "tokens_per_round": tokens, "speedup": speedup})
     best = max(rows, key=lambda row: row["speedup"])
     if as_json:
@@ -60,6 +64,12 @@ def plan(
     stdout().print(shown)
     advice = "plain decoding is fastest" if best["k"] == 0 else f"k = {best['k']} is fastest"
     stdout().print(f"{advice} at these rates and times")
+
+
+def _check_time(field: str, time: float, *, above_0: bool = False) -> None:
+    if not math.isfinite(time) or time < 0 or (above_0 and time == 0):
+        wanted = "above 0" if above_0 else "of 0 or more"
+        raise InvalidRequest(f"{time:g} is no finite number {wanted}", field=field)
 
 
 def _rates(text: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from specmesh import launcher
 from specmesh.cli import main
 from specmesh.cli.outcome import ExitCode
 from specmesh.cli.up import running_stack
-from specmesh.errors import ConfigError
+from specmesh.errors import ConfigError, InvalidRequest
+from specmesh.request import GenerateOptions
 from specmesh.rpc import Health, RpcLimits, bind, create_server
 from tests.rpc.test_credentials import Authority
 from tests.unit.scripted_coordinator import Script, serving
@@ -191,3 +193,60 @@ def test_a_file_that_holds_no_certificate(
     assert shown == f"tls: {bad} holds no private key in PEM that fits {good.certificate}"
     code, shown = error_of([*command, *flags], capsys)
     assert (code, shown) == (ExitCode.SETUP, "--tls-certificate and --tls-key go together")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--top-k", "-3"], "top_k: -3 is not in 0 to 4294967295"),
+        (["--seed", "-1"], "seed: -1 is not in 0 to 18446744073709551615"),
+        (["--stop-token-id", "4294967296"], "stop_token_ids: 4294967296 is not in 0 to 4294967295"),
+        (["--logit-bias=-1=2"], "logit_bias: -1 is not in 0 to 4294967295"),
+        (["--resume-token-ids", "5 -6"], "resume_token_ids: -6 is not in 0 to 4294967295"),
+    ],
+)
+def test_a_number_that_no_request_holds(
+    flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that the error names the field and what it may hold."""
+    assert error_of(["generate", "hi", *flags], capsys) == (ExitCode.USAGE, expected)
+
+
+def test_prompt_ids_that_no_request_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves the same of token ids as a prompt, at the command and in Python."""
+    expected = "prompt: -2 is not in 0 to 4294967295"
+    assert error_of(["generate", "--token-ids", "1,-2"], capsys) == (ExitCode.USAGE, expected)
+    with pytest.raises(InvalidRequest, match=r"^prompt: token id -2 is not in 0 to 4294967295$"):
+        GenerateOptions().request([1, -2])
+
+
+@pytest.mark.parametrize("command", [["health"], ["generate", "hi"]])
+def test_a_timeout_says_how_long_was_waited(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that a call which ran out of time is one line with the time it had."""
+    with socket.socket() as silent:  # takes the connection and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        code, shown = error_of([*command, "--timeout", "0.05", "--address", address], capsys)
+    assert code == ExitCode.DEADLINE
+    assert shown == "timeout: the request took longer than 0.05 s"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+@pytest.mark.parametrize("name", ["decode", "draft", "verify", "verify-per-token", "overhead"])
+def test_a_time_that_plan_cannot_take(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that each time is refused by its field outside its range, and 0 only where it cannot
+    be."""
+    times = {"decode": "10", "draft": "1", "verify": "12"} | {name: value}
+    flags = [f"--{flag}={time}" for flag, time in times.items()]
+    above_0 = name in ("decode", "verify")
+    if value == "0" and not above_0:
+        assert main(["plan", "--rates", ".8", *flags]) == ExitCode.OK
+        return
+    wanted = "above 0" if above_0 else "of 0 or more"
+    expected = f"{name.replace('-', '_')}: {value} is no finite number {wanted}"
+    assert error_of(["plan", "--rates", ".8", *flags], capsys) == (ExitCode.USAGE, expected)
