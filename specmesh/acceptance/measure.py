@@ -7,8 +7,9 @@ wrote. Must not know tables or plots.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,11 @@ class Measurement:
         return asdict(self)
 
 
-def measure(request: Request) -> Measurement:
-    """Measure a pair. Raises ConfigError and ModelMismatch for folders that do not fit."""
+def measure(request: Request, report: Callable[[float], None] = lambda _: None) -> Measurement:
+    """Measure a pair. Raises ConfigError and ModelMismatch for folders that do not fit.
+
+    report is given the share that is done, up to 1, after each column drawn and each rows judged.
+    """
     device = torch.device(request.device)
     tokenizer = load_tokenizer(request.target)
     spec = read_spec(request.target, tokenizer.vocab_size)
@@ -105,7 +109,10 @@ def measure(request: Request) -> Measurement:
     target = load_transformer(request.target, spec, dtype=request.dtype, device=device)
     draft = _load_draft(request, target, tokenizer)
     tables = []
-    for text, openings in _texts(request, tokenizer).items():
+    texts = _texts(request, tokenizer)
+    num_rows = len(request.temperatures) * sum(len(openings) for openings in texts.values())
+    work = _Work(2 * num_rows * request.num_tokens, report)  # each token is drawn and judged
+    for text, openings in texts.items():
         sampler = Sampler(
             target,
             chat_frame(tokenizer).endings,
@@ -115,12 +122,25 @@ def measure(request: Request) -> Measurement:
         )
         for temperature in request.temperatures:
             generator = torch.Generator(device).manual_seed(_SEED)
-            rows = sampler.draw([_at(o, temperature) for o in openings], generator)
-            tables.append(_judge_rows(text, temperature, rows, target, draft))
+            rows = sampler.draw(
+                [_at(o, temperature) for o in openings], generator, partial(work.add, len(openings))
+            )
+            tables.append(_judge_rows(text, temperature, rows, (target, draft), work))
     ratio = _num_weights(draft) / _num_weights(target)
     return Measurement(
         request.target.name, request.draft.name, tables, ratio, _speedups(tables[0].rates, ratio)
     )
+
+
+class _Work:
+    """How much of a measurement is done, in tokens drawn and tokens judged."""
+
+    def __init__(self, total: int, report: Callable[[float], None]) -> None:
+        self._done, self._total, self._report = 0, total, report
+
+    def add(self, count: int) -> None:
+        self._done += count
+        self._report(self._done / self._total)
 
 
 def _check(request: Request, max_context_len: int) -> None:
@@ -176,8 +196,9 @@ def _at(opening: Opening, temperature: float) -> Opening:
 
 @torch.no_grad()
 def _judge_rows(
-    text: str, temperature: float, rows: Rows, target: Transformer, draft: Transformer
+    text: str, temperature: float, rows: Rows, pair: tuple[Transformer, Transformer], work: _Work
 ) -> Table:
+    target, draft = pair
     turn = Turn.ANSWER if text == "answers" else Turn.FREE
     counted = rows.turns == int(turn)
     grids = {
@@ -200,6 +221,7 @@ def _judge_rows(
             grids["acceptance"][chosen][where] = columns.acceptance
             grids["kept"][chosen][where] = columns.kept
             _add(sums, columns)
+        work.add(part.tokens.numel())
     return _table(text, temperature, rows, counted, grids, sums)
 
 

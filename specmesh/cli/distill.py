@@ -11,7 +11,10 @@ from specmesh.errors import InvalidRequest
 
 _TARGET = typer.Option(..., "--target", help="Folder or .gguf file of the target model.")
 _OUT = typer.Option(
-    ..., "--out", help="Folder for the draft, its card, the curve and the checkpoint."
+    ...,
+    "--out",
+    help="Folder for the draft, its card, the curve and the checkpoint; a new run is refused where "
+    "one holds a checkpoint or model.",
 )
 _LAYERS = typer.Option(4, "--layers", min=1, help="Layers of the draft.")
 _INIT_LAYERS = typer.Option(
@@ -21,7 +24,10 @@ _INIT_FROM = typer.Option(
     None, "--init-from", help="Start from a smaller model of the target's width instead."
 )
 _MINUTES = typer.Option(
-    None, "--minutes", help="Time for sampling and training; default 20 without --max-steps."
+    None,
+    "--minutes",
+    help="Time for sampling and training; default 20 without --max-steps. The card's measurement "
+    "comes after it.",
 )
 _MAX_STEPS = typer.Option(None, "--max-steps", help="Optimizer steps at most.")
 _PROMPTS = typer.Option(
@@ -39,17 +45,19 @@ _BATCH_ROWS = typer.Option(
     64, "--batch-rows", help="Rows of an optimizer step, over all processes."
 )
 _MICRO_ROWS = typer.Option(64, "--micro-rows", help="Rows of one pass; gradients accumulate.")
-_LENGTH = typer.Option(512, "--length", help="Tokens of a row.")
+_LENGTH = typer.Option(512, "--length", help="Tokens of a row, prompt included.")
 _SAMPLE_ROWS = typer.Option(2048, "--sample-rows", help="Rows sampled together.")
 _POOL_ROWS = typer.Option(8192, "--pool-rows", help="Rows sampled before training goes on.")
 _REUSE = typer.Option(3, "--reuse", help="Times that each sampled row is trained on.")
 _REPORT_STEPS = typer.Option(
     300, "--report-steps", help="Steps between evaluations, each with a checkpoint."
 )
-_EVAL_ROWS = typer.Option(128, "--eval-rows", help="Held-out rows of each kind.")
+_EVAL_ROWS = typer.Option(
+    128, "--eval-rows", help="Held-out rows of each kind, also in the card's measurement at most."
+)
 _SEED = typer.Option(0, "--seed", min=0, help="Everything random follows from it.")
 _DEVICE = typer.Option(None, "--device", help="cpu or cuda; default: a GPU if any.")
-_RESUME = typer.Option(False, "--resume", help="Go on from the checkpoint in --out.")
+_RESUME = typer.Option(False, "--resume", help="Go on from the checkpoint that --out must hold.")
 _CACHE_DIR = typer.Option(
     None, "--cache-dir", envvar="SPECMESH_CACHE_DIR", help="As of `specmesh up`."
 )
@@ -87,16 +95,15 @@ def distill(
     """
     import torch
 
-    from specmesh.distill.progress import say, show
+    from specmesh.distill.progress import show
     from specmesh.distill.prompts import HELD_OUT_FILE
     from specmesh.distill.run import distill as run
-    from specmesh.distill.run import target_folder
     from specmesh.distill.settings import Settings
 
     if optimizer not in ("muon", "adamw"):
         raise InvalidRequest(f"{optimizer!r}: expected muon or adamw", field="optimizer")
     settings = Settings(
-        target=target_folder(target, cache_dir or default_cache_dir(), say),
+        target=target,
         out=out,
         layers=layers,
         init_layers=_indices(init_layers),
@@ -119,6 +126,7 @@ def distill(
         seed=seed,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         resume=resume,
+        cache_dir=cache_dir or default_cache_dir(),
     )
     result = run(settings, show)
     if result is not None:

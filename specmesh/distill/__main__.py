@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specmesh.distill.progress import say, show
-from specmesh.distill.run import distill, target_folder
+from specmesh.distill.run import distill
 from specmesh.distill.settings import Settings
-from specmesh.errors import SpecmeshError
+from specmesh.errors import InvalidRequest, SpecmeshError
 
 _TYPES = {
     "Path": Path, "Path | None": Path, "int": int, "int | None": int, "float": float,
@@ -32,7 +32,6 @@ def _indices(text: str) -> tuple[int, ...]:
 def parse(argv: list[str] | None = None) -> Settings:
     """Settings from flags: --field-name VALUE. Exits with a usage message for unknown ones."""
     parser = argparse.ArgumentParser(prog="python -m specmesh.distill", description=__doc__)
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "specmesh")
     for field in dataclasses.fields(Settings):
         flag, kind = "--" + field.name.replace("_", "-"), str(field.type)
         is_needed = field.default is dataclasses.MISSING
@@ -50,7 +49,6 @@ def parse(argv: list[str] | None = None) -> Settings:
     if "minutes" not in given and "max_steps" in given:
         given["minutes"] = None
     given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
-    given["target"] = target_folder(given["target"], given.pop("cache_dir"), say)
     return Settings(**given)
 
 
@@ -58,6 +56,7 @@ if __name__ == "__main__":
     try:
         result = distill(parse(), show)
     except SpecmeshError as error:
-        sys.exit(f"error: {error}")
+        say(f"error: {error}")
+        sys.exit(2 if isinstance(error, InvalidRequest) else 5)  # as of `specmesh distill`
     if result is not None:
         say(f"draft written to {result.folder}")

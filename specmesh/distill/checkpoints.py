@@ -17,6 +17,7 @@ import torch
 from specmesh.errors import ConfigError
 
 FILE = "checkpoint.pt"
+WEIGHTS_FILE = "model.safetensors"  # of a draft that is finished
 
 
 @dataclass(slots=True)
@@ -51,18 +52,40 @@ def save(folder: Path, identity: dict[str, Any], place: Place, state: dict[str, 
         raise ConfigError(f"cannot write {path}: {failed}{kept}", field="out") from failed
 
 
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raise ConfigError where there is nothing to resume, or a new run would overwrite a draft."""
+    if resume:
+        if not (folder / FILE).is_file():
+            raise ConfigError(f"{folder} holds no checkpoint to resume", field="out")
+        return
+    for name, goes_on in ((FILE, "resume goes on with it, "), (WEIGHTS_FILE, "")):
+        if (folder / name).is_file():
+            raise ConfigError(
+                f"{folder} holds {name}: {goes_on}a new run needs another folder", field="out"
+            )
+
+
+def place_of(folder: Path, identity: dict[str, Any]) -> Place:
+    """How far the folder's checkpoint came, its tensors left on disk. Raises as `load`."""
+    return _read(folder / FILE, identity, torch.device("cpu"), mmap=True)[0]
+
+
 def load(
     folder: Path, identity: dict[str, Any], device: torch.device
-) -> tuple[Place, dict[str, Any]] | None:
-    """The folder's checkpoint, None without one.
+) -> tuple[Place, dict[str, Any]]:
+    """The folder's checkpoint.
 
-    Raises ConfigError for a damaged one, or one of a run with other settings.
+    Raises ConfigError for a missing or damaged one, or one of a run with other settings.
     """
-    path = folder / FILE
-    if not path.is_file():
-        return None
+    return _read(folder / FILE, identity, device, mmap=False)
+
+
+def _read(
+    path: Path, identity: dict[str, Any], device: torch.device, *, mmap: bool
+) -> tuple[Place, dict[str, Any]]:
+    check_folder(path.parent, resume=True)
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
         found, place, state = content["identity"], Place(**content["place"]), content["state"]
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as broken:
         raise ConfigError(f"{path} is damaged: {broken}", field="resume") from broken

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specmesh.distill.checkpoints import WEIGHTS_FILE
 from specmesh.distill.student import Plan
 from specmesh.distill.transformer import Transformer
 from specmesh.engine.families import read_json
@@ -23,7 +24,6 @@ from specmesh.engine.weights import CHECKSUMS_FILE, EMBEDDING, HEAD, Checkpoint,
 from specmesh.errors import ConfigError
 from specmesh.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 
-WEIGHTS_FILE = "model.safetensors"
 _SHARED_FILES = (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, "generation_config.json")
 
 

@@ -20,17 +20,29 @@ from specmesh.errors import ConfigError
 _TIMEOUT = timedelta(minutes=10)
 
 
+def num_processes() -> int:
+    """Processes of the run that this one belongs to. Raises ConfigError."""
+    return _place()[1]
+
+
+def _place() -> tuple[int, int, int]:
+    """Rank, number of processes, and rank on this machine, as torchrun gives them."""
+    try:
+        rank, count, local_rank = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+        )
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK: {error}") from error
+    return rank, count, local_rank
+
+
 class Processes:
     """The processes of one run, as a context manager. Every one must make the same calls."""
 
     def __init__(self, device: torch.device) -> None:
         """Join the others where torchrun started this process. Raises ConfigError."""
-        try:
-            self.rank = int(os.environ.get("RANK", "0"))
-            self.count = int(os.environ.get("WORLD_SIZE", "1"))
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK: {error}") from error
+        self.rank, self.count, local_rank = _place()
         self.device = device
         if device.type == "cuda" and device.index is None:
             self.device = torch.device("cuda", local_rank)

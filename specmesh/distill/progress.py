@@ -15,6 +15,13 @@ def show(record: dict[str, Any]) -> None:
             f"{elapsed}  sampled pool {record['pool']}: {record['rows']} rows in "
             f"{record['seconds']:.1f} s ({rate:.0f} tokens/s)"
         )
+    elif record["event"] == "resumed":
+        say(f"{elapsed}  goes on from step {record['step']}, as the checkpoint in --out has it")
+    elif record["event"] == "measuring":
+        say(
+            f"{elapsed}  measuring the draft for its card  {record['progress']:4.0%}  "
+            f"({record['rows']} rows of {record['tokens']} tokens, at each temperature)"
+        )
     else:
         scores = "  ".join(
             f"{name} {score['acceptance']:.4f}" for name, score in record["scores"].items()

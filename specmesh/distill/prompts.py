@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from specmesh.distill.sampling import Endings, Opening, Turn
-from specmesh.errors import ConfigError
+from specmesh.errors import ConfigError, InvalidRequest
 from specmesh.model_fields import read_object
 from specmesh.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ class PromptSource:
             ids = self._chat_ids(text)
             if _normal(text) not in self._held_out and len(ids) <= self._max_opening_len:
                 return text, ids
-        raise ConfigError(
+        raise InvalidRequest(
             f"no request fits {self._max_opening_len} tokens beside the chat template",
             field="length",
         )

@@ -6,6 +6,7 @@ Owns the order of a run. Must not know flags.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from specmesh.distill.attention import default_backend
 from specmesh.distill.card import CARD_FILE, card
 from specmesh.distill.evaluation import HeldOut, Score
 from specmesh.distill.folder import write_folder, write_text
-from specmesh.distill.processes import Processes
+from specmesh.distill.processes import Processes, num_processes
+from specmesh.distill.progress import say
 from specmesh.distill.prompts import (
     PromptSource,
     answer_openings,
@@ -43,10 +45,11 @@ from specmesh.distill.trainer import CURVE_FILE, Report, Trainer
 from specmesh.distill.transformer import Transformer, load_transformer
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.weights import fingerprint
-from specmesh.errors import ConfigError, ModelMismatch
+from specmesh.errors import ConfigError, InvalidRequest, ModelMismatch
 from specmesh.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 MEASURED_TOKENS, MEASURED_FREE_ROWS = 384, 64  # of the card's measurement, prompt included
+_TRIED_OPENINGS = 256  # drawn before models load, so that a length too short for them is refused
 _VOCABULARY_SEED, _HELD_OUT_SEED = 1 << 40, 1 << 41  # apart from the pools' and each other
 
 
@@ -61,112 +64,181 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Everything read from disk, on the device."""
+    """Everything that is read before models are. measured: prompts of the card's measurement."""
 
     tokenizer: Tokenizer
     spec: ModelSpec
     plan: Plan
-    target: Transformer
     given: list[str]
     held_out: list[str]
+    measured: list[str]
 
 
-def target_folder(target: Path, cache_dir: Path, say: Callable[[str], None]) -> Path:
+def _target_folder(settings: Settings) -> Path:
     """The target's folder; a .gguf file is converted once. Raises ConfigError."""
-    if target.suffix != ".gguf":
-        return target
+    if settings.target.suffix != ".gguf":
+        return settings.target
     from specmesh.engine.model_folder import resolve_model
 
-    return resolve_model(target, cache_dir / "models", say)
+    cache_dir = settings.cache_dir or Path.home() / ".cache" / "specmesh"
+    return resolve_model(settings.target, cache_dir / "models", say)
 
 
 def distill(settings: Settings, report: Report) -> Result | None:
-    """Make a draft; None on every process but the first. Raises ConfigError and ModelMismatch.
+    """Make a draft; None on every process but the first. Raises InvalidRequest for a bad setting,
+    ConfigError and ModelMismatch.
 
-    report is given one record for each event of the curve.
+    report is given one record for each event of the curve, of resuming and of the measurement.
     """
+    settings.check(num_processes())
+    checkpoints.check_folder(settings.out, resume=settings.resume)
+    settings = replace(settings, target=_target_folder(settings))
     with Processes(torch.device(settings.device)) as processes:
         settings = replace(settings, device=str(processes.device))
-        settings.check(processes.count)
-        inputs = _load(settings, processes.device)
+        inputs = _read(settings)
+        identity = _identity(settings, processes.count)
+        if settings.resume:
+            place = checkpoints.place_of(settings.out, identity)
+            if processes.is_first:
+                record = {"event": "resumed", "step": place.step}
+                report({"time_s": round(place.elapsed_s, 3), **record})
+        dtype = torch.bfloat16 if processes.device.type == "cuda" else torch.float32
+        target = load_transformer(
+            settings.target, inputs.spec, dtype=dtype, device=processes.device
+        )
         # Two checkpoints (the old one stays until the new one is whole) and the model.
         size = num_bytes(inputs.plan.spec, 4)
-        check_space(settings.out, 2 * 3 * size + 2 * inputs.target.embedding.numel() * 4)
-        sampler = _sampler(settings, inputs)
-        kept_ids = _kept_ids(settings, inputs, sampler, processes)
-        student = load_student(inputs.plan, inputs.target, kept_ids)
+        check_space(settings.out, 2 * 3 * size + 2 * target.embedding.numel() * 4)
+        sampler = _sampler(settings, inputs, target)
+        kept_ids = _kept_ids(settings, inputs, sampler, processes, identity)
+        student = load_student(inputs.plan, target, kept_ids)
         if not settings.resume and processes.is_first:
-            for name in (checkpoints.FILE, CURVE_FILE):
-                (settings.out / name).unlink(missing_ok=True)
+            (settings.out / CURVE_FILE).unlink(missing_ok=True)
         trainer = Trainer(
             settings,
             student,
             sampler,
-            _source(settings, inputs),
+            _source(settings, inputs.tokenizer, inputs.given, inputs.held_out),
             _held_out(settings, inputs, sampler),
             processes,
             default_backend(processes.device),
             report,
         )
-        identity = _identity(settings, processes.count)
         if settings.resume:
             trainer.resume(identity)
         scores = trainer.run(identity)
-        place = trainer.place
+        place, began = trainer.place, trainer.began
         if not processes.is_first:
             return None
         write_folder(settings.out, student, inputs.plan, settings.target)
-    del sampler, trainer, student  # the device's memory, for the measurement
-    _describe(settings, inputs, place)
+    del sampler, trainer, student, target  # the device's memory, for the measurement
+    _describe(settings, inputs, place, lambda record: report(_timed(record, began)))
     return Result(settings.out, scores, place)
 
 
-def _describe(settings: Settings, inputs: _Inputs, place: checkpoints.Place) -> None:
+def _timed(record: dict[str, Any], began: float) -> dict[str, Any]:
+    return {"time_s": round(time.monotonic() - began, 3), **record}
+
+
+def _describe(
+    settings: Settings, inputs: _Inputs, place: checkpoints.Place, report: Report
+) -> None:
     """Measure the folder as anybody would, and write table, plot and card into it."""
-    has_chat = chat_frame(inputs.tokenizer).is_chat
-    measurement = measure(
-        Request(
-            target=settings.target,
-            draft=settings.out,
-            prompts=inputs.held_out if has_chat else [],
-            num_tokens=min(settings.length, MEASURED_TOKENS),
-            free_rows=MEASURED_FREE_ROWS,
-            device=settings.device,
-        )
+    request = Request(
+        target=settings.target,
+        draft=settings.out,
+        prompts=inputs.measured,
+        num_tokens=min(settings.length, MEASURED_TOKENS),
+        free_rows=min(settings.eval_rows, MEASURED_FREE_ROWS),
+        device=settings.device,
     )
+    num_rows, told = len(request.prompts) + request.free_rows, -1
+
+    def tell(share: float) -> None:
+        """Report every tenth."""
+        nonlocal told
+        if int(share * 10) > told:
+            told = int(share * 10)
+            report({
+                "event": "measuring", "rows": num_rows, "tokens": request.num_tokens,
+                "progress": told / 10,
+            })  # fmt: skip
+
+    tell(0.0)
+    measurement = measure(request, tell)
     write_measurement(settings.out, measurement)
     text = card(settings, inputs.plan, place, measurement)
     write_text(settings.out / CARD_FILE, text)
 
 
-def _load(settings: Settings, device: torch.device) -> _Inputs:
+def _read(settings: Settings) -> _Inputs:
+    """Raises InvalidRequest, ConfigError and ModelMismatch for whatever cannot work together."""
     tokenizer = load_tokenizer(settings.target)
     spec = read_spec(settings.target, tokenizer.vocab_size)
     narrow = [window for window in spec.windows if window is not None and window < settings.length]
     if narrow:
-        raise ConfigError(
+        raise InvalidRequest(
             f"{settings.length} exceeds the target's attention window {narrow[0]}", field="length"
         )
     if settings.length > spec.max_context_len:
-        raise ConfigError(
+        raise InvalidRequest(
             f"{settings.length} exceeds the target's context {spec.max_context_len}", field="length"
         )
     if settings.draft_vocab is not None and not 1 <= settings.draft_vocab <= spec.vocab_size:
-        raise ConfigError(f"{settings.draft_vocab} of {spec.vocab_size} ids", field="draft_vocab")
+        raise InvalidRequest(
+            f"{settings.draft_vocab} of {spec.vocab_size} ids", field="draft_vocab"
+        )
     if settings.init_from is None:
         plan = plan_from_target(settings.target, spec, settings.layers, settings.init_layers)
     else:
         _check_tokenizer(settings.init_from, tokenizer)
         plan = plan_from_model(settings.init_from, settings.target, spec)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _Inputs(
-        tokenizer,
-        spec,
-        plan,
-        load_transformer(settings.target, spec, dtype=dtype, device=device),
-        [] if settings.prompts is None else read_prompts(settings.prompts),
-        read_prompts(settings.held_out),
-    )
+    given = [] if settings.prompts is None else read_prompts(settings.prompts)
+    held_out = read_prompts(settings.held_out)
+    _check_openings(settings, tokenizer, given, held_out)
+    measured = _measured(settings, tokenizer, held_out)
+    return _Inputs(tokenizer, spec, plan, given, held_out, measured)
+
+
+def _check_openings(
+    settings: Settings, tokenizer: Tokenizer, given: list[str], held_out: list[str]
+) -> None:
+    """Raises InvalidRequest where a row has no room for the template and a request."""
+    frame = chat_frame(tokenizer)
+    most = _max_opening_len(settings)
+    least = max(len(free_opening(tokenizer, frame).token_ids), len(frame.endings.user_suffix))
+    if least > most:
+        raise InvalidRequest(
+            f"{settings.length} leaves {most} tokens for an opening, the chat template needs "
+            f"{least}",
+            field="length",
+        )
+    make = _source(settings, tokenizer, given, held_out)
+    make(torch.Generator().manual_seed(settings.seed)).take(_TRIED_OPENINGS)
+
+
+def _measured(settings: Settings, tokenizer: Tokenizer, held_out: list[str]) -> list[str]:
+    """The first eval_rows held-out prompts that leave room for an answer in the measurement.
+
+    None without a chat template. Raises InvalidRequest and ConfigError where none does.
+    """
+    if not chat_frame(tokenizer).is_chat:
+        return []
+    room = min(settings.length, MEASURED_TOKENS)
+    sizes = [len(opening.token_ids) for opening in answer_openings(tokenizer, held_out)]
+    if min(sizes) >= MEASURED_TOKENS:
+        raise ConfigError(
+            f"every prompt of {settings.held_out} is longer than {MEASURED_TOKENS - 1} tokens",
+            field="held_out",
+        )
+    if min(sizes) >= room:
+        raise InvalidRequest(
+            f"no held-out prompt leaves room for an answer within {room} tokens: the shortest "
+            f"takes {min(sizes)}",
+            field="length",
+        )
+    fitting = [prompt for prompt, size in zip(held_out, sizes, strict=True) if size < room]
+    return fitting[: settings.eval_rows]
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -182,25 +254,31 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def _sampler(settings: Settings, inputs: _Inputs) -> Sampler:
+def _sampler(settings: Settings, inputs: _Inputs, target: Transformer) -> Sampler:
     endings = chat_frame(inputs.tokenizer).endings
     return Sampler(
-        inputs.target,
+        target,
         replace(endings, max_user_len=min(endings.max_user_len, settings.length // 3)),
         num_rows=settings.sample_rows,
         length=settings.length,
-        max_opening_len=max(2, settings.length * 3 // 4),
+        max_opening_len=_max_opening_len(settings),
     )
 
 
-def _source(settings: Settings, inputs: _Inputs) -> Callable[[torch.Generator], PromptSource]:
+def _max_opening_len(settings: Settings) -> int:
+    return max(2, settings.length * 3 // 4)
+
+
+def _source(
+    settings: Settings, tokenizer: Tokenizer, given: list[str], held_out: list[str]
+) -> Callable[[torch.Generator], PromptSource]:
     def make(generator: torch.Generator) -> PromptSource:
         return PromptSource(
-            inputs.tokenizer,
+            tokenizer,
             generator,
-            given=inputs.given,
-            held_out=inputs.held_out,
-            max_opening_len=max(2, settings.length * 3 // 4),
+            given=given,
+            held_out=held_out,
+            max_opening_len=_max_opening_len(settings),
         )
 
     return make
@@ -211,33 +289,33 @@ def _held_out(settings: Settings, inputs: _Inputs, sampler: Sampler) -> HeldOut:
     frame = chat_frame(inputs.tokenizer)
     openings: dict[str, list[Opening]] = {"free": [free_opening(inputs.tokenizer, frame)]}
     if frame.is_chat:
-        longest = max(2, settings.length * 3 // 4)
+        longest = _max_opening_len(settings)
         answers = [
             opening
             for opening in answer_openings(inputs.tokenizer, inputs.held_out)
             if len(opening.token_ids) <= longest
         ]
         openings = {"answers": answers, **openings} if answers else openings
-    device = inputs.target.embedding.device
-    generator = torch.Generator(device).manual_seed(_HELD_OUT_SEED)
+    generator = torch.Generator(settings.device).manual_seed(_HELD_OUT_SEED)
     return HeldOut.draw(sampler, openings, settings.eval_rows, generator)
 
 
 def _kept_ids(
-    settings: Settings, inputs: _Inputs, sampler: Sampler, processes: Processes
+    settings: Settings,
+    inputs: _Inputs,
+    sampler: Sampler,
+    processes: Processes,
+    identity: dict[str, Any],
 ) -> Tensor | None:
     """Ids of a restricted head: the most frequent ones of a sample of the target's text."""
     if settings.draft_vocab is None:
         return None
     if settings.resume:
-        found = checkpoints.load(
-            settings.out, _identity(settings, processes.count), processes.device
-        )
-        if found is not None:
-            ids: Tensor = found[1]["head_ids"]
-            return ids
+        ids: Tensor = checkpoints.load(settings.out, identity, processes.device)[1]["head_ids"]
+        return ids
     seed = settings.seed + _VOCABULARY_SEED
-    source = _source(settings, inputs)(torch.Generator().manual_seed(seed))
+    make = _source(settings, inputs.tokenizer, inputs.given, inputs.held_out)
+    source = make(torch.Generator().manual_seed(seed))
     noise = torch.Generator(processes.device).manual_seed(seed)
     rows = sampler.draw(source.take(settings.sample_rows * 2), noise)
     drawn = rows.next_tokens[rows.turns != int(Turn.PROMPT)].long()

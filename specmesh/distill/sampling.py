@@ -155,19 +155,25 @@ class Sampler:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
-    def draw(self, openings: list[Opening], generator: torch.Generator) -> Rows:
+    def draw(
+        self,
+        openings: list[Opening],
+        generator: torch.Generator,
+        after_column: Callable[[], None] = lambda: None,
+    ) -> Rows:
         """Sample one wave. Row i starts with openings[i]; where an answer ends, the row takes the
         next unused opening, and the list starts over when it is used up.
 
-        generator, of the target's device, is advanced. The result is overwritten by the next call.
-        Raises ValueError for fewer openings than rows
-        or one that is too long.
+        generator, of the target's device, is advanced. after_column is called as each of the
+        `length` columns is asked for. The result is overwritten by the next call. Raises ValueError
+        for fewer openings than rows or one that is too long.
         """
         self._load(openings)
         for column in range(self.length):
             num_columns = min(-(-(column + 1) // _COLUMN_BUCKET) * _COLUMN_BUCKET, self.length)
             self._noise.exponential_(generator=generator)
             self._run(num_columns)
+            after_column()
         return self._rows
 
     def _load(self, openings: list[Opening]) -> None:

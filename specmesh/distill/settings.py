@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 
 from specmesh.distill.prompts import HELD_OUT_FILE
-from specmesh.errors import ConfigError
+from specmesh.errors import ConfigError, InvalidRequest
 
 Optimizer = Literal["muon", "adamw"]
+LEAST_TOKENS = 16  # of a row: what a measurement of acceptance needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class Settings:
     layers, init_layers, init_from: the student (`student.py`). batch_rows: rows of one optimizer
     step over all processes, taken micro_rows at a time. sample_rows: rows that one process samples
     together. pool_rows: rows that it samples before it trains on them `reuse` times. report_steps:
-    steps between evaluations, each with a checkpoint. draft_vocab: ids of the student's head.
+    steps between evaluations, each with a checkpoint. eval_rows: held-out rows of each kind, in
+    evaluations and, at most, in the card's measurement. draft_vocab: ids of the student's head.
+    cache_dir: where a converted .gguf target is kept; None: ~/.cache/specmesh.
     """
 
     target: Path
@@ -51,45 +54,62 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     resume: bool = False
+    cache_dir: Path | None = None
 
     def check(self, num_processes: int) -> None:
-        """Raise ConfigError, naming the flag, for values that cannot work."""
+        """Raise InvalidRequest, naming the flag, for values that cannot work; ConfigError for a
+        device that is not there."""
         for name in (
-            "layers", "batch_rows", "micro_rows", "length", "sample_rows", "pool_rows", "reuse",
+            "layers", "batch_rows", "micro_rows", "sample_rows", "pool_rows", "reuse",
             "report_steps", "eval_rows",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ConfigError(f"{getattr(self, name)} is not at least 1", field=name)
+                raise InvalidRequest(f"{getattr(self, name)} is not at least 1", field=name)
+        if self.length < LEAST_TOKENS:
+            raise InvalidRequest(f"{self.length} is not at least {LEAST_TOKENS}", field="length")
         if self.minutes is None and self.max_steps is None:
-            raise ConfigError("a run needs minutes or max_steps", field="minutes")
+            raise InvalidRequest("a run needs minutes or max_steps", field="minutes")
         if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"{self.minutes} is not above 0", field="minutes")
+            raise InvalidRequest(f"{self.minutes} is not above 0", field="minutes")
         if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"{self.max_steps} is not at least 1", field="max_steps")
+            raise InvalidRequest(f"{self.max_steps} is not at least 1", field="max_steps")
         if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"{self.learning_rate} is not in (0, 1)", field="learning_rate")
+            raise InvalidRequest(f"{self.learning_rate} is not in (0, 1)", field="learning_rate")
         if self.batch_rows % (num_processes * self.micro_rows):
-            raise ConfigError(
+            raise InvalidRequest(
                 f"{self.batch_rows} rows are no multiple of {num_processes} processes x "
                 f"{self.micro_rows} micro_rows",
                 field="batch_rows",
             )
         if self.pool_rows % self.sample_rows:
-            raise ConfigError(
+            raise InvalidRequest(
                 f"{self.pool_rows} is no multiple of sample_rows {self.sample_rows}",
                 field="pool_rows",
             )
         if self.pool_rows * num_processes < self.batch_rows:
-            raise ConfigError(
+            raise InvalidRequest(
                 f"{self.pool_rows} rows a process are fewer than one batch", field="pool_rows"
             )
         if self.sample_rows < self.eval_rows:
-            raise ConfigError(f"{self.eval_rows} exceeds sample_rows", field="eval_rows")
-        if torch.device(self.device).type == "cuda":
+            raise InvalidRequest(f"{self.eval_rows} exceeds sample_rows", field="eval_rows")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        unknown = InvalidRequest(f"{self.device!r}: expected cpu or cuda", field="device")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise unknown from error
+        if device.type not in ("cpu", "cuda"):
+            raise unknown
+        if device.type == "cuda":
             if not torch.cuda.is_available():
                 raise ConfigError("this machine or torch build has no GPU", field="device")
+            count = torch.cuda.device_count()
+            if device.index is not None and device.index >= count:
+                raise ConfigError(f"{self.device}: this machine has {count} GPUs", field="device")
             if self.length % 64:
-                raise ConfigError(f"{self.length} is no multiple of 64", field="length")
+                raise InvalidRequest(f"{self.length} is no multiple of 64", field="length")
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

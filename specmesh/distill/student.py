@@ -17,7 +17,7 @@ from torch import Tensor
 from specmesh.distill.transformer import Transformer, empty_transformer, place
 from specmesh.engine.families import ModelSpec, read_json, spec_from_config
 from specmesh.engine.weights import Checkpoint, expected_shapes
-from specmesh.errors import ConfigError
+from specmesh.errors import ConfigError, InvalidRequest
 
 _SHARED_FIELDS = ("hidden_size", "num_embeddings", "vocab_size")
 
@@ -46,12 +46,12 @@ def evenly_spaced(num_layers: int, depth: int) -> tuple[int, ...]:
 def plan_from_target(
     target: Path, spec: ModelSpec, num_layers: int, layers: Sequence[int] | None
 ) -> Plan:
-    """Take layers of the target. Raises ConfigError for layers that it does not have."""
+    """Take layers of the target. Raises InvalidRequest for layers that it does not have."""
     if not 1 <= num_layers <= spec.num_layers:
-        raise ConfigError(f"{num_layers} of {spec.num_layers} layers", field="layers")
+        raise InvalidRequest(f"{num_layers} of {spec.num_layers} layers", field="layers")
     chosen = evenly_spaced(num_layers, spec.num_layers) if layers is None else tuple(layers)
     if len(chosen) != num_layers or any(not 0 <= i < spec.num_layers for i in chosen):
-        raise ConfigError(
+        raise InvalidRequest(
             f"expected {num_layers} indices in [0, {spec.num_layers}), got {list(chosen)}",
             field="init_layers",
         )

@@ -58,7 +58,10 @@ def make_optimizers(model: Transformer, settings: Settings) -> list[torch.optim.
 
 
 class Trainer:
-    """One run on one process. `run` trains until the budget is used up."""
+    """One run on one process. `run` trains until the budget is used up.
+
+    began: when, by `time.monotonic`, the run would have begun without an interruption.
+    """
 
     def __init__(
         self,
@@ -86,18 +89,15 @@ class Trainer:
         self._scores: dict[str, Score] = {}
         self._scored_step = -1
         self._sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
-        self._began = time.monotonic()
+        self.began = time.monotonic()
 
     def resume(self, identity: dict[str, Any]) -> None:
-        """Go on from the folder's checkpoint, if there is one. Raises ConfigError."""
-        found = checkpoints.load(self._settings.out, identity, self._processes.device)
-        if found is None:
-            return
-        self.place, state = found
+        """Go on from the folder's checkpoint. Raises ConfigError."""
+        self.place, state = checkpoints.load(self._settings.out, identity, self._processes.device)
         self._student.load_state_dict(state["student"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self._began = time.monotonic() - self.place.elapsed_s
+        self.began = time.monotonic() - self.place.elapsed_s
         _cut_curve(self._settings.out / CURVE_FILE, self.place.step)
 
     def run(self, identity: dict[str, Any]) -> dict[str, Score]:
@@ -225,7 +225,7 @@ class Trainer:
     # ------------------------------------------------------------ time, scores, checkpoints
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self.began
 
     def _progress(self) -> float:
         progress = self._budget.progress(self._elapsed(), self.place.step)

@@ -46,7 +46,8 @@ def test_acceptance_rises(target: Path, tmp_path: Path) -> None:
         target, tmp_path / "out", max_steps=30, report_steps=30, reuse=15, learning_rate=0.01
     )
     result, records = run(given)
-    first, last = (records[i]["scores"]["answers"]["acceptance"] for i in (0, -1))
+    scores = [record["scores"] for record in records if record["event"] == "evaluated"]
+    first, last = (scores[i]["answers"]["acceptance"] for i in (0, -1))
     assert last == result.scores["answers"].acceptance
     assert last > first + 0.05
 

@@ -20,14 +20,14 @@ from specmesh.distill.prompts import (
     chat_frame,
     read_prompts,
 )
-from specmesh.distill.run import _load
+from specmesh.distill.run import _read
 from specmesh.distill.sampling import Endings, Opening, Rows, Sampler, Turn
 from specmesh.distill.schedule import FINAL_WEIGHTS, Budget, learning_rate, loss_weights
 from specmesh.distill.settings import check_space
 from specmesh.distill.student import evenly_spaced, most_frequent
 from specmesh.distill.transformer import Transformer, load_transformer
 from specmesh.engine.families import read_spec
-from specmesh.errors import ConfigError, ModelMismatch
+from specmesh.errors import ConfigError, InvalidRequest, ModelMismatch
 from specmesh.tokenizer import load_tokenizer
 from tests.unit.distill_pair import settings, tiny_target, tokenizer_files
 from tests.unit.tiny_models import save, tiny_model
@@ -273,9 +273,8 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(
     with pytest.raises(ConfigError, match=r"out: .*No space left.*before it is kept"):
         checkpoints.save(tmp_path, identity, checkpoints.Place(step=4), {"x": torch.ones(2)})
     monkeypatch.undo()
-    found = checkpoints.load(tmp_path, identity, CPU)
-    assert found is not None
-    assert found[0].step == 3
+    place, _ = checkpoints.load(tmp_path, identity, CPU)
+    assert place.step == 3
     assert [path.name for path in tmp_path.iterdir()] == [checkpoints.FILE]
 
 
@@ -308,7 +307,8 @@ def test_settings_that_cannot_work(
     """Each is refused before anything is loaded, and names its flag."""
     if field == "device" and torch.cuda.is_available():
         pytest.skip("this machine has what the test says is missing")
-    with pytest.raises(ConfigError) as refused:
+    expected = ConfigError if field == "device" else InvalidRequest
+    with pytest.raises(expected) as refused:
         settings(target, tmp_path, **changes).check(1)
     assert refused.value.field == field
 
@@ -330,16 +330,16 @@ def test_targets_and_starts_that_do_not_fit(target: Path, tmp_path: Path) -> Non
     tokenizer_files(odd)
     (odd / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ConfigError, match="unsupported architecture: GPT2LMHeadModel"):
-        _load(settings(odd, tmp_path), CPU)
+        _read(settings(odd, tmp_path))
     narrow = tiny_target(tmp_path / "narrow", hidden_size=16)
     with pytest.raises(ConfigError, match=r"init_from: .*hidden_size 16, the target 32"):
-        _load(settings(target, tmp_path, init_from=narrow), CPU)
+        _read(settings(target, tmp_path, init_from=narrow))
     other = tiny_target(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"<s>"', '"<t>"'))
     with pytest.raises(ModelMismatch, match="another tokenizer"):
-        _load(settings(target, tmp_path, init_from=other), CPU)
-    with pytest.raises(ConfigError, match="draft_vocab"):
-        _load(settings(target, tmp_path, draft_vocab=9999), CPU)
-    with pytest.raises(ConfigError, match="init_layers"):
-        _load(settings(target, tmp_path, layers=2, init_layers=(0, 3)), CPU)
+        _read(settings(target, tmp_path, init_from=other))
+    with pytest.raises(InvalidRequest, match="draft_vocab"):
+        _read(settings(target, tmp_path, draft_vocab=9999))
+    with pytest.raises(InvalidRequest, match="init_layers"):
+        _read(settings(target, tmp_path, layers=2, init_layers=(0, 3)))
