@@ -17,7 +17,14 @@ import torch
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import EngineSettings
 from specmesh.engine.block_pool import BlockPool
-from specmesh.engine.decoder import Decoder, check_fp8, check_placement, load_decoder, read_device
+from specmesh.engine.decoder import (
+    Decoder,
+    check_fp8,
+    check_placement,
+    check_present,
+    load_decoder,
+    read_device,
+)
 from specmesh.engine.executor import Device
 from specmesh.engine.families import ModelSpec, read_spec
 from specmesh.engine.kv_cache import KVCache, page_bytes
@@ -52,6 +59,7 @@ def load_model(settings: EngineSettings) -> LoadedModel:
     dtype_name = dtype_of(settings)
     dtype = DTYPES[dtype_name]
     device, fused = device_of(settings), is_fused(settings)
+    check_present(device, field="engine.device")
     check_placement(device, dtype)
     if settings.weight_dtype == "fp8":
         check_fp8(device, dtype, fused=fused, invariant=settings.invariant)

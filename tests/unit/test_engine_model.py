@@ -240,3 +240,12 @@ def test_a_setting_that_names_no_device(name: str, tmp_path: Path) -> None:
         load_model(EngineSettings(model=tmp_path, device=name))
     expected = f"engine.device: unsupported device {name}: it must be cpu, cuda or cuda:N"
     assert str(refused.value) == expected
+
+
+def test_a_setting_that_names_an_absent_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that the machine lacks is blamed on the service's setting."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^engine\.device: cuda was asked for"):
+        load_model(EngineSettings(model=tmp_path, device="cuda", kernels="reference"))
