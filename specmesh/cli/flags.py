@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from specmesh.addresses import check_addresses
 from specmesh.config import PORTS
 from specmesh.errors import ConfigError, DeadlineExceeded, InternalError, InvalidRequest
 from specmesh.request import GenerateOptions
@@ -52,7 +51,6 @@ class Connection:
         from specmesh.client import Client, RetryPolicy
 
         addresses = [part.strip() for part in self.address.split(",") if part.strip()]
-        refuse_wrong_addresses(addresses, "address")
         credentials = self._credentials()
         with Client(
             addresses,
@@ -87,14 +85,6 @@ class Connection:
         if self.tls_certificate and self.tls_key:
             identity = read_identity(self.tls_certificate, self.tls_key)
         return grpc.ssl_channel_credentials(read_authority(self.tls_authority), *identity)
-
-
-def refuse_wrong_addresses(addresses: Sequence[str], field: str) -> None:
-    """Raise InvalidRequest that names the flag when one of its addresses is not host:port."""
-    try:
-        check_addresses(addresses)
-    except ValueError as error:
-        raise InvalidRequest(str(error), field=field) from None
 
 
 def _no_coordinator(addresses: Sequence[str], credentials: Any) -> InvalidRequest:
