@@ -29,7 +29,14 @@ from specmesh.engine.commands import Observers
 from specmesh.engine.executor import Device, Executor, StepExecutor
 from specmesh.engine.families import read_spec
 from specmesh.engine.links import LinkOptions, LinkServer
-from specmesh.engine.loading import DTYPES, LoadedModel, dtype_of, is_fused, load_model
+from specmesh.engine.loading import (
+    DTYPES,
+    LoadedModel,
+    device_of,
+    dtype_of,
+    is_fused,
+    load_model,
+)
 from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.errors import InternalError, NotReady
@@ -272,7 +279,7 @@ def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -
     from specmesh.engine.compile_ahead import Job, compile_ahead
 
     spec = read_spec(settings.model, load_tokenizer(settings.model).vocab_size)
-    device = torch.device(settings.device)
+    device = device_of(settings)
     device_side = side.make_device_side(spec.vocab_size, device, metrics)
     context_len = settings.max_context_len or spec.max_context_len
     buckets = buckets_for(settings, device_side, context_len)
@@ -292,7 +299,7 @@ def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -
 
 def runs_captured(settings: EngineSettings) -> bool:
     """Whether steps are captured on a GPU."""
-    on_gpu = torch.device(settings.device).type == "cuda" and torch.cuda.is_available()
+    on_gpu = device_of(settings).type == "cuda" and torch.cuda.is_available()
     return on_gpu and is_fused(settings)
 
 
