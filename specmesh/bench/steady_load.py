@@ -215,10 +215,13 @@ async def _slot(stub: Any, load: Load, slot: int, ends_s: float, streams: list[S
         stream = Stream(slot, trace_id if traced else None, time.monotonic())
         streams.append(stream)
         call = stub.Generate(request, metadata=(("traceparent", parent),))
-        await _read(call, stream, ends_s)
+        if await _is_over(call, stream, ends_s):
+            return
 
 
-async def _read(call: Any, stream: Stream, ends_s: float) -> None:
+async def _is_over(call: Any, stream: Stream, ends_s: float) -> bool:
+    """Read a stream to its end; whether the window's end came first. A timer may ring a little
+    before its time: the clock alone would let the slot open one more stream."""
     try:
         async with asyncio.timeout(max(0.0, ends_s - time.monotonic())):
             async for response in call:
@@ -229,10 +232,12 @@ async def _read(call: Any, stream: Stream, ends_s: float) -> None:
                 elif response.HasField("finished"):
                     stream.stats = response.finished.speculation.SerializeToString()
                     stream.finished_s = now
-    except TimeoutError:  # the window is over
+    except TimeoutError:
         call.cancel()
+        return True
     except grpc.aio.AioRpcError as failed:
         raise error_from_rpc(failed) from failed
+    return False
 
 
 def trace_parent(key: int, number: int, *, sampled: bool) -> tuple[str, str]:

@@ -355,6 +355,19 @@ def test_the_load_decides_what_is_traced() -> None:
     assert trace_parent(5, 0, sampled=True)[0] != trace_parent(6, 0, sampled=True)[0]
 
 
+def test_a_timer_that_rings_early_opens_no_further_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timers of the loop may be a millisecond early: each slot has one stream all the same."""
+    script = Script(hang=True)
+    now, began = time.monotonic, time.monotonic()
+    with serving(script) as address:
+        share = Share(load(address), 0, 1, began)
+        slow = lambda: began + 0.98 * (now() - began)  # noqa: E731 - so that timers are early
+        monkeypatch.setattr(steady_load.time, "monotonic", slow)
+        seen = run_share(share)
+    assert sorted(each.slot for each in seen) == [0, 1, 2]
+    assert len(script.requests) == 3
+
+
 def test_streams_end_with_the_window() -> None:
     """A stream that would go on is cancelled at the coordinator, and its messages kept."""
     script = Script(hang=True)
