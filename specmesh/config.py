@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -23,6 +31,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specmesh.addresses import check_addresses
 from specmesh.errors import ConfigError
 
 # Every port the code listens on by default; manifests and network policies are tested against it.
@@ -48,6 +57,7 @@ def _split(value: Any) -> Any:
 
 # A list of strings; in the environment and in flags comma-separated.
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Addresses = Annotated[Names, AfterValidator(check_addresses)]  # host:port each
 
 MAX_PLAIN_STEPS = 256  # tokens per command: no coordinator asks for more, every target grants them
 NESTING = "__"  # SPECMESH_TARGET_ENGINE__NUM_PAGES
@@ -270,8 +280,8 @@ class CoordinatorSettings(_ServiceSettings):
 
     server: ServerSettings = ServerSettings(port=PORTS["coordinator"])
     # host:port of every replica.
-    targets: Names = Field(default=(f"127.0.0.1:{PORTS['target']}",), min_length=1)
-    drafts: Names = (f"127.0.0.1:{PORTS['draft']}",)
+    targets: Addresses = Field(default=(f"127.0.0.1:{PORTS['target']}",), min_length=1)
+    drafts: Addresses = (f"127.0.0.1:{PORTS['draft']}",)
     # Folder of the target model: tokenizer and chat template. The weights are not read.
     tokenizer: Path
     model_name: str = "specmesh"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from specmesh.addresses import check_addresses
 from specmesh.config import PORTS
 from specmesh.errors import ConfigError, DeadlineExceeded, InternalError, InvalidRequest
 from specmesh.request import GenerateOptions
@@ -45,12 +46,14 @@ class Connection:
     def open(self, most_s: float = math.inf) -> Iterator[Client]:
         """A client for it, closed at the end of the block; calls take `most_s` at most.
 
-        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no coordinator.
+        Raises ConfigError when TLS files cannot be read, InvalidRequest for what is no address or
+        no coordinator.
         """
         from specmesh.cli.peers import is_unimplemented
         from specmesh.client import Client, RetryPolicy
 
         addresses = [part.strip() for part in self.address.split(",") if part.strip()]
+        refuse_wrong_addresses(addresses, "address")
         credentials = self._credentials()
         with Client(
             addresses,
@@ -85,6 +88,14 @@ class Connection:
         if self.tls_certificate and self.tls_key:
             identity = read_identity(self.tls_certificate, self.tls_key)
         return grpc.ssl_channel_credentials(read_authority(self.tls_authority), *identity)
+
+
+def refuse_wrong_addresses(addresses: Sequence[str], field: str) -> None:
+    """Raise InvalidRequest that names the flag when one of its addresses is not host:port."""
+    try:
+        check_addresses(addresses)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field=field) from None
 
 
 def _no_coordinator(addresses: Sequence[str], credentials: Any) -> InvalidRequest:

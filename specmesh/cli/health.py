@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from specmesh.cli.flags import Connection, with_connection
+from specmesh.cli.flags import Connection, refuse_wrong_addresses, with_connection
 from specmesh.cli.output import stdout, table, write_json
 from specmesh.errors import NotReady
 
@@ -24,6 +24,7 @@ def health(
     """Ask the coordinator (and services) for readiness; exit code 3 unless all are ready."""
     from specmesh.launcher import is_ready
 
+    refuse_wrong_addresses(service, "service")
     with connection.open(MOST_S) as client:
         info = client.info(timeout_s=min(connection.timeout, MOST_S))
     others = {address: is_ready(address) for address in service}

@@ -280,6 +280,23 @@ def test_without_any_home_the_cache_folder_must_be_named(
     assert "--cache-dir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "a:1,b", "x:0", "http://a:1"])
+def test_an_address_without_a_port_is_a_wrong_flag(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proves that what is not host:port is named in one line, and not dialled at port 443."""
+    wrong = repr(address.rpartition(",")[2])
+    told = f"{wrong} is not host:port with a port from 1 to 65535"
+    for command in (["generate", "hi"], ["chat"], ["health"]):
+        assert main([*command, "--address", address]) == ExitCode.USAGE
+        assert one_line(capsys) == f"error: address: {told}"
+    monkeypatch.setenv("SPECMESH_ADDRESS", address)
+    assert main(["health"]) == ExitCode.USAGE
+    assert one_line(capsys) == f"error: address: {told}"
+    assert main(["health", "--address", "a:1", "--service", wrong[1:-1]]) == ExitCode.USAGE
+    assert one_line(capsys) == f"error: service: {told}"
+
+
 @pytest.mark.parametrize("flag", ["--port", "--draft-port", "--target-port"])
 @pytest.mark.parametrize("port", ["-1", "65536"])
 def test_a_port_that_cannot_be_is_a_wrong_flag(flag: str, port: str) -> None:

@@ -20,6 +20,11 @@ from specmesh.config import (
 from specmesh.errors import ConfigError
 
 SERVICES = (DraftSettings, TargetSettings, CoordinatorSettings)
+TOKENIZER = ("--tokenizer", "/t")
+NO_ADDRESSES = (
+    *("x", "127.0.0.1", "::1", "[::1]", "x:", ":1", "x:0", "x:65536", "x:-1", "x:http", "x:\u0661"),
+    *("x:1:2", "::1:5", "[x]:1", "x y:1", "x:1\ny", "x:1/path", "http://x:1", "dns:///x:1"),
+)
 
 
 @pytest.fixture
@@ -54,6 +59,26 @@ def test_lists_are_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(CoordinatorSettings, ["--tokenizer", "/t", "--drafts", "c:3,d:4"])
     assert settings.targets == ("a:1", "b:2")
     assert settings.drafts == ("c:3", "d:4")
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+def test_what_is_no_address_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets and drafts without a port that can be are named; gRPC would dial 443 for ever."""
+    for field in ("targets", "drafts"):
+        with pytest.raises(ConfigError, match=f"^{field}: .* is not host:port"):
+            load_settings(CoordinatorSettings, [*TOKENIZER, f"--{field}", f"a:1,{address}"])
+    monkeypatch.setenv("SPECMESH_COORDINATOR_DRAFTS", address)
+    with pytest.raises(ConfigError, match=r"^drafts: "):
+        settings_from_environment(CoordinatorSettings, {"tokenizer": "/t"})
+
+
+def test_addresses_of_every_kind_are_taken() -> None:
+    """Names, both kinds of numbers and the first and last port pass as they are; none is a list."""
+    given = ("a:1", "draft-0.draft.specmesh.svc:50061", "10.0.0.1:65535", "[fe80::1%eth0]:7")
+    flags = ["--tokenizer", "/t", "--targets", ",".join(given), "--drafts", ""]
+    settings = load_settings(CoordinatorSettings, flags)
+    assert settings.targets == given
+    assert settings.drafts == ()
 
 
 def test_every_bad_key_and_value_is_named_at_once(tmp_path: Path) -> None:
