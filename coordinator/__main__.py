@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 
-from coordinator.replica import CoordinatorReplica
+from coordinator.replica import CoordinatorReplica, check_files
 from specmesh import event_loop
 from specmesh.config import CoordinatorSettings, load_settings
 from specmesh.errors import ConfigError, ModelMismatch
@@ -49,6 +49,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
     if settings.ray.enabled:
         from coordinator.app import run_on_ray
 
+        if settings.ray.address is None:  # else replicas may read the files of other machines
+            check_files(settings)
         # Again once Ray runs: its own handlers print a stack trace and end the process.
         await run_on_ray(settings, stopping, listen_for_signals)
     else:

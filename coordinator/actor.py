@@ -33,10 +33,10 @@ class CoordinatorActor:
         instance_id = settings.instance_id or f"{socket.gethostname()}-{os.getpid()}"
         configure_logging("coordinator", instance_id, settings.telemetry.log_level)
         self._replica = CoordinatorReplica(settings)
-        await self._replica.start()
         self._watch: asyncio.Task[None] | None = None
-        if settings.ray.drain_file is not None:
+        if settings.ray.drain_file is not None:  # watched from here: a start waits for a target
             self._watch = asyncio.create_task(self._drain_on(settings.ray.drain_file))
+        await self._replica.start()
 
     async def _drain_on(self, file: Path) -> None:
         """Drain once the file is there, then remove it. The pod is going: the actor just stays."""

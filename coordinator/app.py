@@ -8,6 +8,7 @@ is lies in `coordinator/actor.py`. `build` is the import path for a Serve config
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import tempfile
@@ -42,6 +43,7 @@ RAY_ENVIRONMENT = {
     **GRPC_ENVIRONMENT,
 }
 EXTRA_DRAIN_S = 10.0  # beyond the grace, for streams and exporters to close
+STATUS_PERIOD_S = 0.2  # between two looks at what the replicas have come to
 
 
 def set_ray_environment() -> None:
@@ -95,27 +97,35 @@ def start_ray(settings: RaySettings) -> None:
 
 
 def deploy(settings: CoordinatorSettings) -> None:
-    """Run the application; returns when its replicas are ready. Raises ConfigError."""
+    """Hand the application to Serve; returns before its replicas are ready."""
     from ray import serve
 
     from coordinator.actor import bind_deployment
 
     serve.start(proxy_location="Disabled")
-    try:
-        serve.run(bind_deployment(settings), name=APP_NAME, route_prefix=None, blocking=False)
-    except RuntimeError as error:
-        raise ConfigError(f"no replica could start: {_cause(error)}") from error
+    # Not `serve.run`: it waits for the replicas, without end while no target is there.
+    application = serve.RunTarget(bind_deployment(settings), name=APP_NAME, route_prefix=None)
+    serve.run_many([application], wait_for_applications_running=False)
 
 
-def _cause(error: RuntimeError) -> str:
-    """What the constructor raised: the last line that names one of our errors, else Serve's own."""
+def is_running() -> bool:
+    """Whether every replica is ready. Raises ConfigError when one cannot start."""
     from ray import serve
 
     application = serve.status().applications.get(APP_NAME)
-    deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
+    if application is None:
+        raise ConfigError("no replica could start: Serve does not know the application")
+    if application.status == "DEPLOY_FAILED":
+        raise ConfigError(f"no replica could start: {_cause(application)}")
+    return bool(application.status == "RUNNING")
+
+
+def _cause(application: Any) -> str:
+    """What the constructor raised: the last line that names one of our errors, else Serve's own."""
+    deployment = application.deployments.get(DEPLOYMENT)
     lines = deployment.message.splitlines() if deployment is not None else []
     own = [line for line in lines if line.startswith("specmesh.errors.")]
-    return own[-1].partition(": ")[2] if own else str(error)
+    return own[-1].partition(": ")[2] if own else str(application.message)
 
 
 async def run_on_ray(
@@ -123,18 +133,29 @@ async def run_on_ray(
 ) -> None:
     """Start Ray and the application, wait for `stopping`, drain, end Ray.
 
-    on_started: called when Ray runs, before the application does.
+    `stopping` counts from the first moment: what is being started then is ended as it is.
+    on_started: called when Ray runs, before the application does. Raises ConfigError.
     """
     # Not on the main thread: there Ray would take the signals.
     await asyncio.to_thread(start_ray, settings.ray)
     on_started()
     try:
-        await asyncio.to_thread(deploy, settings)
-        logger.info("ready on ray", extra={"replicas": settings.ray.num_replicas})
-        await stopping.wait()
-        await asyncio.to_thread(_undeploy)
+        if not stopping.is_set():
+            await asyncio.to_thread(deploy, settings)
+            await _wait_running(stopping)
+            if not stopping.is_set():
+                logger.info("ready on ray", extra={"replicas": settings.ray.num_replicas})
+            await stopping.wait()
+            await asyncio.to_thread(_undeploy)
     finally:
         await asyncio.to_thread(_end_ray, settings.ray)
+
+
+async def _wait_running(stopping: asyncio.Event) -> None:
+    """Until every replica is ready, or `stopping`. Raises ConfigError."""
+    while not stopping.is_set() and not await asyncio.to_thread(is_running):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), STATUS_PERIOD_S)
 
 
 def _undeploy() -> None:

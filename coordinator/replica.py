@@ -48,6 +48,14 @@ END_OF_STREAMS_S = 2.0  # for the last messages to leave after the drain
 KEYS_PERIOD_S = 10.0  # between two looks at the file of API keys; a Secret takes a minute anyway
 
 
+def check_files(settings: CoordinatorSettings) -> None:
+    """Read the files that a replica reads at its start, and keep nothing. Raises ConfigError."""
+    load_tokenizer(settings.tokenizer)
+    Tenants.load(settings.api_keys)
+    server_credentials(settings.server.tls)
+    channel_credentials(settings.link_tls)
+
+
 class CoordinatorReplica:
     """To be started once and drained once."""
 

@@ -141,23 +141,86 @@ async def test_serves_and_drains(
             assert b"Traceback" not in output
 
 
-async def test_sigterm_before_any_target_is_there(tmp_path: Path) -> None:
-    """A coordinator that still waits for its targets listens, is not ready, and ends with 0."""
-    make_tokenizer(tmp_path / "tokenizer")
-    port = unused_port()
+def flags_to_nowhere(folder: Path, port: int) -> list[str]:
+    """Flags of a coordinator on this port, with a tokenizer but no replica that answers."""
+    make_tokenizer(folder)
     nowhere = f"127.0.0.1:{unused_port()}"
-    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--targets", nowhere, "--drafts", nowhere]
-    async with coordinator(*flags, "--server.port", str(port), "--no-ray") as process:
-        channel = create_channel(f"127.0.0.1:{port}", RpcLimits())
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service=READINESS)
-        answer = await stub.Check(request, timeout=START_S, wait_for_ready=True)
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await channel.close()
+    replicas = ["--targets", nowhere, "--drafts", nowhere]
+    return ["--tokenizer", str(folder), *replicas, "--server.port", str(port)]
+
+
+async def wait_listening(port: int) -> None:
+    """Until the port answers; it must say that it is not ready."""
+    channel = create_channel(f"127.0.0.1:{port}", RpcLimits())
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=READINESS)
+    answer = await stub.Check(request, timeout=START_S, wait_for_ready=True)
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await channel.close()
+
+
+def members(session: int) -> list[str]:
+    """Names of the processes of this session that live: what its leader has started and left."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name, _, fields = status.read_text().rpartition(")")
+            state, _, _, of_session, *_ = fields.split()
+            if int(of_session) == session and state != "Z":
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "to_all"),
+    [
+        ("plain", signal.SIGTERM, False),
+        ("ray", signal.SIGTERM, False),
+        ("plain", signal.SIGINT, True),
+        ("ray", signal.SIGINT, True),  # Ctrl-C in a terminal reaches Ray's processes as well
+    ],
+)
+async def test_a_signal_before_any_target_is_there(
+    mode: str, number: signal.Signals, to_all: bool, tmp_path: Path, ray_folder: str
+) -> None:
+    """A coordinator that still waits for its targets listens, is not ready, and ends with 0 when it
+    is told to; no process of Ray stays."""
+    port = unused_port()
+    flags = flags_to_nowhere(tmp_path / "tokenizer", port)
+    ray_flags = ["--no-ray"] if mode == "plain" else ["--ray.temp-dir", ray_folder]
+    async with coordinator(*flags, *ray_flags) as process:
+        await wait_listening(port)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        async with asyncio.timeout(END_S):
+            output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()[-2000:]
+        assert b"Traceback" not in output
+        assert members(process.pid) == []
+
+
+async def test_a_pod_drains_before_any_target_is_there(tmp_path: Path, ray_folder: str) -> None:
+    """The hook of a pod that is to go returns once the replica has stopped, though no target ever
+    came; it would wait for the whole grace."""
+    port = unused_port()
+    flags = flags_to_nowhere(tmp_path / "tokenizer", port)
+    file = Path(ray_folder) / "drain"
+    hook_environment = {
+        "SPECMESH_COORDINATOR_TOKENIZER": str(tmp_path / "tokenizer"),
+        "SPECMESH_COORDINATOR_SERVER__PORT": str(port),
+        "SPECMESH_COORDINATOR_RAY__DRAIN_FILE": str(file),
+    }
+    ray_flags = ["--ray.temp-dir", ray_folder, "--ray.drain-file", str(file)]
+    async with coordinator(*flags, *ray_flags) as process:
+        await wait_listening(port)
+        hook = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "coordinator.drain"), env=os.environ | hook_environment
+        )
+        async with asyncio.timeout(END_S):
+            assert await hook.wait() == 0
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(END_S):
-            await process.communicate()
-        assert process.returncode == 0
+            output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()[-2000:]
 
 
 @pytest.mark.parametrize("mode", ["plain", "ray"])
@@ -179,14 +242,30 @@ async def test_mismatched_draft_is_refused_at_start(
     assert "eos_token_ids" in last
 
 
-async def test_configuration_errors_exit_with_2(tmp_path: Path) -> None:
-    """An unknown flag and a folder without a tokenizer are named at once."""
+async def test_configuration_errors_exit_with_2(tmp_path: Path, ray_folder: str) -> None:
+    """An unknown flag is named at once. So is what settings and files tell, in one line and before
+    anything of Ray starts: no tokenizer, no keys, no certificates, no address."""
+    make_tokenizer(tmp_path / "tokenizer")
+    good = ["--tokenizer", str(tmp_path / "tokenizer")]
+    nothing = str(tmp_path / "nothing")
+    tls = [f"{name}={nothing}" for name in ("certificate", "private-key", "authority")]
+    wrong = (
+        (["--tokenizer", str(tmp_path)], "tokenizer.json"),
+        ([*good, "--api-keys", nothing], "api_keys"),
+        ([*good, *(f"--server.tls.{each}" for each in tls)], nothing),
+        ([*good, *(f"--link-tls.{each}" for each in tls)], nothing),
+        ([*good, "--targets", "127.0.0.1"], "targets"),
+    )
     for flags, word in (
-        (["--tokenizer", str(tmp_path), "--no-such-flag", "1"], "no-such-flag"),
-        (["--tokenizer", str(tmp_path), "--no-ray"], "tokenizer.json"),
+        ([*good, "--no-such-flag", "1"], "no-such-flag"),
+        ([*wrong[0][0], "--no-ray"], wrong[0][1]),
+        *wrong,
     ):
-        async with coordinator(*flags) as process:
+        async with coordinator(*flags, "--ray.temp-dir", f"{ray_folder}/ray") as process:
             async with asyncio.timeout(START_S):
                 output, _ = await process.communicate()
         assert process.returncode == 2
-        assert word in output.decode().strip().splitlines()[-1]
+        lines = output.decode().strip().splitlines()
+        assert word in lines[-1]
+        assert len(lines) == 1 or word == "no-such-flag"
+    assert not Path(ray_folder, "ray").exists()
