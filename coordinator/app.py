@@ -146,7 +146,7 @@ async def run_on_ray(
             if not stopping.is_set():
                 logger.info("ready on ray", extra={"replicas": settings.ray.num_replicas})
             await stopping.wait()
-            await asyncio.to_thread(_undeploy)
+            await _undeploy(settings.server.drain_grace_s + 2 * EXTRA_DRAIN_S)
     finally:
         await asyncio.to_thread(_end_ray, settings.ray)
 
@@ -158,11 +158,24 @@ async def _wait_running(stopping: asyncio.Event) -> None:
             await asyncio.wait_for(stopping.wait(), STATUS_PERIOD_S)
 
 
-def _undeploy() -> None:
-    """Serve ends the replicas; each drains in its own time, bounded by the deployment's limit."""
+async def _undeploy(limit_s: float) -> None:
+    """Serve ends the replicas; each drains in its own time, bounded by the deployment's limit.
+
+    limit_s: more than that limit. Serve's own wait ends after a minute, whatever still runs.
+    """
     from ray import serve
 
-    serve.delete(APP_NAME, _blocking=True)
+    await asyncio.to_thread(serve.delete, APP_NAME, _blocking=False)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while await asyncio.to_thread(_is_deployed):
+                await asyncio.sleep(STATUS_PERIOD_S)
+
+
+def _is_deployed() -> bool:
+    from ray import serve
+
+    return APP_NAME in serve.status().applications
 
 
 def _end_ray(settings: RaySettings) -> None:
