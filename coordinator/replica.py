@@ -34,12 +34,11 @@ from specmesh.rpc import (
     Health,
     RpcLimits,
     bind,
-    channel_credentials,
     create_server,
     enable_reflection,
-    server_credentials,
 )
 from specmesh.telemetry import Telemetry
+from specmesh.tls import channel_credentials, server_credentials
 from specmesh.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

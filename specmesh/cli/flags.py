@@ -82,7 +82,7 @@ class Connection:
             raise ConfigError("--tls-certificate and --tls-key go together")
         import grpc
 
-        from specmesh.rpc import read_authority, read_identity
+        from specmesh.tls import read_authority, read_identity
 
         identity: tuple[bytes | None, bytes | None] = (None, None)
         if self.tls_certificate and self.tls_key:

@@ -49,9 +49,9 @@ from specmesh.rpc import (
     bind,
     create_server,
     enable_reflection,
-    server_credentials,
 )
 from specmesh.telemetry import Telemetry
+from specmesh.tls import server_credentials
 from specmesh.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from coordinator.links import ReplicaLink
 from coordinator.messages import Side
 from protos.specmesh.v1 import session_pb2, target_pb2, target_pb2_grpc
 from specmesh.config import LinkSettings, TlsSettings
-from specmesh.rpc import RpcLimits, bind, channel_credentials, create_server, server_credentials
+from specmesh.rpc import RpcLimits, bind, create_server
+from specmesh.tls import channel_credentials, server_credentials
 from tests.deploy.certificates import issue, make_authority
 from tests.deploy.manifests import overlay
 

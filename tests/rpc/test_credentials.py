@@ -22,12 +22,11 @@ from specmesh.errors import ConfigError, NotReady, PermissionDenied
 from specmesh.rpc import (
     RpcLimits,
     bind,
-    channel_credentials,
     create_channel,
     create_server,
     error_from_rpc,
-    server_credentials,
 )
+from specmesh.tls import channel_credentials, server_credentials
 
 IDENTITY = "spiffe://specmesh/coordinator"
 DAY = datetime.timedelta(days=1)

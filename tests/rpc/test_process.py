@@ -22,7 +22,7 @@ from protos.specmesh.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-from specmesh import rpc, wire
+from specmesh import rpc, tls, wire
 from specmesh.config import DraftSettings, ServerSettings, TargetSettings, TlsSettings
 from specmesh.engine import serving
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
@@ -309,9 +309,9 @@ async def test_mutual_tls_lets_in_named_peers_only(pair, tls_files) -> None:
         async with rpc.create_channel(f"localhost:{process.port}", LIMITS, credentials) as channel:
             return await target_pb2_grpc.TargetServiceStub(channel).GetInfo(request, timeout=10)
 
-    assert (await call(rpc.channel_credentials(tls_files["coordinator"]))).info.page_size == 16
+    assert (await call(tls.channel_credentials(tls_files["coordinator"]))).info.page_size == 16
     with pytest.raises(grpc.aio.AioRpcError) as denied:
-        await call(rpc.channel_credentials(tls_files["stranger"]))
+        await call(tls.channel_credentials(tls_files["stranger"]))
     assert type(rpc.error_from_rpc(denied.value)) is PermissionDenied
     with pytest.raises(grpc.aio.AioRpcError) as plain:
         await call(None)

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
-from specmesh import rpc
+from specmesh import rpc, tls
 from specmesh.errors import (
     BY_REASON,
     ConfigError,
@@ -190,15 +190,15 @@ async def test_an_address_of_another_machine_is_no_taken_port() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["certificate", "private_key", "authority"])
-@pytest.mark.parametrize("make", [rpc.server_credentials, rpc.channel_credentials])
+@pytest.mark.parametrize("make", [tls.server_credentials, tls.channel_credentials])
 def test_tls_files_that_hold_something_else_are_named(make, wrong, tmp_path) -> None:
     """A file that gRPC could only fail handshakes with is refused at start, by its path."""
-    tls = Authority(tmp_path, "ours").issue("peer")
-    make(tls)
-    path = getattr(tls, wrong)
+    settings = Authority(tmp_path, "ours").issue("peer")
+    make(settings)
+    path = getattr(settings, wrong)
     path.write_text("-----BEGIN nothing-----")
     with pytest.raises(ConfigError, match=rf"^tls: {path} holds no"):
-        make(tls)
+        make(settings)
 
 
 def test_a_key_of_another_certificate_is_named(tmp_path) -> None:
@@ -208,7 +208,7 @@ def test_a_key_of_another_certificate_is_named(tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=rf"{other.private_key} holds no private key .* that fits"
     ):
-        rpc.read_identity(one.certificate, other.private_key)
+        tls.read_identity(one.certificate, other.private_key)
 
 
 async def test_health_names_become_ready_and_liveness_is_at_once(service) -> None:
