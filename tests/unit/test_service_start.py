@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from target_service.__main__ import main as target_main
 
 @pytest.mark.parametrize("main", [draft_main, target_main])
 def test_a_name_that_is_no_device_is_named(
-    main, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # type: ignore[no-untyped-def]
+    main: Callable[[list[str]], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Exit status 2 and the setting's name, where there was a traceback of torch."""
     assert main(["--engine.model", str(tmp_path), "--engine.device", "gpu"]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
