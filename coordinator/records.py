@@ -121,6 +121,16 @@ class RoundClock:
         return RoundTiming(start_ns, now_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What every record of a sample says. index: among the samples of its request. has_own_seed:
+    see `coordinator.requests.Resolved`."""
+
+    session_id: str
+    index: int
+    has_own_seed: bool
+
+
 class RoundRecorder:
     """Spans, metrics and policy of one sample."""
 
@@ -131,8 +141,7 @@ class RoundRecorder:
         policy: SessionPolicy,
         log: SessionLogger,
         context: Context | None,
-        session_id: str,
-        sample_index: int,
+        facts: SampleFacts,
         text_of: Callable[[int], str] | None = None,
     ) -> None:
         """context: the request's span; None when it is not sampled. text_of: the text of a token,
@@ -142,8 +151,7 @@ class RoundRecorder:
         self._policy = policy
         self._log = log
         self._context = context
-        self._session_id = session_id
-        self._sample_index = sample_index
+        self._facts = facts
         self._text_of = text_of
         self._span: Span | None = None
         self._trace: session_pb2.TraceContext | None = None
@@ -204,10 +212,11 @@ class RoundRecorder:
         duration_us = (timing.end_ns - timing.start_ns) // 1000
         waited_us = target.total_us + (draft.total_us if draft is not None else 0)
         return RoundRecord(
-            session_id=self._session_id,
+            session_id=self._facts.session_id,
             round_index=done.round_index,
             base_len=done.base_len,
-            sample_index=self._sample_index,
+            sample_index=self._facts.index,
+            has_own_seed=self._facts.has_own_seed,
             is_prefill=done.is_prefill,
             rule=session.plan.rule.value,
             num_draft_tokens=done.num_draft_tokens,

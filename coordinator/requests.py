@@ -64,13 +64,15 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A request with nothing left open. seed: what is told to the caller. sampling.seed: what draws
-    are keyed by, of sample 0 (`sample_sampling`); see `Resolver` for where the two differ."""
+    are keyed by, of sample 0 (`sample_sampling`); see `Resolver` for where the two differ.
+    has_own_seed: draws are keyed by a seed that nobody knew before this call."""
 
     prompt: tuple[int, ...]
     operation: str
     num_samples: int
     seed: int
     sampling: session_pb2.SamplingParams
+    has_own_seed: bool
     rule: session_pb2.DecisionRule
     decide_at: session_pb2.DecideAt
     row_policy: session_pb2.RowPolicy
@@ -171,6 +173,7 @@ class Resolver:
             num_samples=num_samples,
             seed=seed,
             sampling=sampling,
+            has_own_seed=has_own or not has_seed,
             rule=rule,
             decide_at=decide_at or PLACEMENTS[self.speculation.decide_at],
             row_policy=row_policy or ROW_POLICIES[self.speculation.row_policy],

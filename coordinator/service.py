@@ -27,7 +27,7 @@ from coordinator.driver import Driver, SessionWire
 from coordinator.fleet import Fleet
 from coordinator.policy import SessionPolicy, SharedPolicy
 from coordinator.protocol import Session
-from coordinator.records import RoundRecorder
+from coordinator.records import RoundRecorder, SampleFacts
 from coordinator.requests import ModelLimits, Resolved, Resolver
 from coordinator.stops import Output
 from coordinator.stream import Ended, OutputStream
@@ -241,8 +241,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             policy,
             SessionLogger(logger, session_id, call.span),
             Telemetry.context(call.span),
-            session_id,
-            index,
+            SampleFacts(session_id, index, resolved.has_own_seed),
             self._text_of if parts.telemetry.record_content else None,
         )
         return Driver(

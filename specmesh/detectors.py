@@ -1,7 +1,10 @@
 """Two running z-scores that watch the output law in production (DESIGN section 8). Pure.
 
 Both sum differences between what happened and what was certain to be expected before it happened,
-so the sums are martingales whatever the model, the prompt and the batch do:
+so the sums are martingales whatever the model, the prompt and the batch do, as long as nobody could
+know the noise beforehand. They are therefore fed only rounds whose seed was drawn for the call: a
+seed that callers choose can be chosen for its outcome, and a request that is repeated with it
+brings the same differences again, whose z grows with the square root of the number of repetitions.
 
     acceptance   accepted - sum(min(p, q))        per judged candidate, residual rule only
     argmax       [emitted = argmax p] - max p     per emitted token, both rules

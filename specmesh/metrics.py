@@ -339,16 +339,20 @@ class CoordinatorMetrics:
             self._audit_mismatch.labels("near_tie" if record.audit_near_tie else "mismatch").inc()
             if record.audit_margin is not None:
                 self._audit_margin.observe(record.audit_margin)
-        alarms: list[str] = []
+        alarms = self._observe_law(record) if record.has_own_seed else []
+        for detector in alarms:
+            self._alarms.labels(detector).inc()
+        return tuple(alarms)
+
+    def _observe_law(self, record: RoundRecord) -> list[str]:
+        alarms = []
         if record.rule == "residual" and self.law.observe_candidates(
             record.num_accepted, record.overlaps
         ):
             alarms.append("acceptance")
         if self.law.observe_emitted(record.emitted_argmax, record.emitted_max_probs):
             alarms.append("argmax")
-        for detector in alarms:
-            self._alarms.labels(detector).inc()
-        return tuple(alarms)
+        return alarms
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count one finished sample."""

@@ -52,13 +52,15 @@ class RoundRecord:
     candidate p(x), q(x) and sum(min(p, q)). emitted_argmax, emitted_max_probs: per emitted token.
     draft is None when no draft took part; `fallback` then says why, unless k = 0 was chosen.
     offset: tokens of its command to the target that rounds before this one brought. audit_near_tie:
-    a mismatch that rounding explains, as whoever audited says; any other is an alarm.
+    a mismatch that rounding explains, as whoever audited says; any other is an alarm. has_own_seed:
+    the noise was drawn for this call; without it the round says nothing about the output law.
     """
 
     session_id: str
     round_index: int
     base_len: int
     sample_index: int = 0
+    has_own_seed: bool = True
     is_prefill: bool = False
     rule: str = "residual"
     num_draft_tokens: int = 0

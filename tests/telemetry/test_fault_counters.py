@@ -27,7 +27,7 @@ from coordinator.messages import (
     TargetReply,
 )
 from coordinator.policy import SessionPolicy, SharedPolicy
-from coordinator.records import RoundRecorder
+from coordinator.records import RoundRecorder, SampleFacts
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.config import LinkSettings, TelemetrySettings
 from specmesh.errors import Cancelled
@@ -86,7 +86,7 @@ def started(metrics: CoordinatorMetrics, fleet: ScriptedFleet) -> Driver:
     telemetry = Telemetry.create("coordinator", TelemetrySettings(), "c-0")
     log = SessionLogger(logging.getLogger("coordinator"), "s")
     policy = SessionPolicy(SharedPolicy())
-    recorder = RoundRecorder(telemetry, metrics, policy, log, None, "s", 0)
+    recorder = RoundRecorder(telemetry, metrics, policy, log, None, SampleFacts("s", 0, True))
     law = Law(
         seed=1, vocab_size=VOCAB_SIZE, is_greedy=False, is_coupled=False,
         stop_ids=frozenset(), num_logprobs=None,

@@ -136,6 +136,20 @@ def test_only_the_residual_rule_feeds_the_acceptance_score(rule: str) -> None:
     assert metrics.law.acceptance.num_observed == 0
 
 
+def test_a_seed_of_the_callers_feeds_no_score() -> None:
+    """Noise that is repeated or chosen says nothing about the law: the same round 500 times over,
+    of which each differs from its expectation alike, would pass any bound."""
+    metrics = CoordinatorMetrics()
+    repeated = RoundRecord(
+        "s", 1, 9, has_own_seed=False, num_draft_tokens=1, num_judged=1, num_accepted=0,
+        num_emitted=1, closing="recovered", overlaps=(0.5,), emitted_argmax=(True,),
+        emitted_max_probs=(0.5,),
+    )  # fmt: skip
+    assert [alarm for _ in range(500) for alarm in metrics.observe_round(repeated)] == []
+    assert metrics.law.acceptance.num_observed == metrics.law.argmax.num_observed == 0
+    assert values(metrics.registry)["specmesh_rounds_total{closing=recovered}"] == 500
+
+
 def test_a_request_fills_the_genai_histograms() -> None:
     """Duration, time to first token, and (duration - first) / (tokens - 1); seconds."""
     metrics = CoordinatorMetrics()

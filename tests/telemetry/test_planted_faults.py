@@ -7,6 +7,7 @@ are counted in one order, so each number is reproducible; bounds leave room for 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,23 @@ async def test_a_score_finds_a_fault_with_the_check_off(
     """Outcomes alone give each fault away within 1,000 rounds, a fifth of what is asked for."""
     alarms, _ = await run_unchecked(fault, tmp_path, monkeypatch)
     assert alarms[score] <= 1_000
+
+
+async def test_a_request_repeated_with_its_seed_says_nothing_more() -> None:
+    """The same tokens again are no new evidence, under either rule; a request without a seed is,
+    each token of it."""
+    async with running_stack(links=PATIENT) as stack:
+        law = stack.replica.metrics.law
+        for rule in ("coupled", "residual"):
+            options = GenerateOptions(
+                seed=3, rule=rule, num_draft_tokens=2, max_tokens=20, ignore_eos=True
+            )
+            answers = [await stack.client.generate(PROMPT, options) for _ in range(2)]
+            assert answers[0].text == answers[1].text
+        assert law.acceptance.num_observed == law.argmax.num_observed == 0
+        await stack.client.generate(PROMPT, replace(options, seed=None))
+        assert law.acceptance.num_observed > 0
+        assert law.argmax.num_observed >= options.max_tokens
 
 
 async def test_no_score_moves_without_a_fault(

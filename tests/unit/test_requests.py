@@ -238,6 +238,10 @@ def test_where_the_policy_chooses_noise_is_drawn_anew_for_each_call() -> None:
         fixed.resolve(request(rule=residual, **again)),
     ):
         assert (kept.seed, kept.sampling.seed) == (7, 7)
+        assert not kept.has_own_seed
+    assert repeated.has_own_seed
+    assert calls[1].has_own_seed
+    assert fresh.resolve(request(rule=coupled, num_draft_tokens=2)).has_own_seed
 
 
 def test_samples_have_seeds_of_their_own() -> None:
