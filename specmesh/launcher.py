@@ -170,6 +170,10 @@ class Stack:
         """host:port of a service of this stack."""
         return next(command.address for command in self.commands if command.name == name)
 
+    def pid(self, name: str) -> int:
+        """Process id of a service that was started."""
+        return next(each.process.pid for each in self._running if each.command.name == name)
+
     def start(self) -> None:
         """Start every process, without waiting for any. Raises ConfigError when one cannot run."""
         adopt_orphans()

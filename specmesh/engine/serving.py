@@ -88,13 +88,38 @@ class ServiceState:
         return self._links
 
 
+def buckets_for(settings: EngineSettings, side: Any, max_context_len: int) -> Any:
+    """Sizes of captured steps that cover what the settings allow. side: the role's device side."""
+    from specmesh.engine.buckets import Buckets  # imports Triton
+
+    return Buckets.covering(
+        max_seqs=settings.max_sessions,
+        max_query_len=side.max_query_len,
+        max_long_rows=min(
+            settings.token_budget, settings.prefill_chunk + settings.max_num_draft_tokens + 1
+        ),
+        max_context_len=max_context_len,
+    )
+
+
+def program_executor(
+    side: Any, max_context_len: int, settings: EngineSettings
+) -> Callable[[Device, Callable[[], int]], Executor]:
+    """Makes the executor of captured steps."""
+    from specmesh.engine.device_executor import ProgramExecutor  # imports Triton
+
+    buckets = buckets_for(settings, side, max_context_len)
+    return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """What tells the two services apart.
 
     service_name: full gRPC name. response_type: message of the link. register: adds the servicer to
     a server. make_role: builds the role for a loaded model, its metrics and, where the device
-    decides, its device side, which make_device_side builds for a vocabulary and device.
+    decides, its device side, which make_device_side builds for a vocabulary and device. load_model
+    and make_executor: what serves; a bench puts a device that computes nothing in their place.
     """
 
     name: str
@@ -103,6 +128,10 @@ class Side:
     register: Callable[[ServiceState, grpc.aio.Server], None]
     make_role: Callable[[LoadedModel, ServiceMetrics, Any], Role]
     make_device_side: Callable[[int, torch.device, ServiceMetrics], Any]
+    load_model: Callable[[EngineSettings], LoadedModel] = load_model
+    make_executor: Callable[
+        [Any, int, EngineSettings], Callable[[Device, Callable[[], int]], Executor]
+    ] = program_executor
 
 
 class ServiceProcess:
@@ -183,7 +212,7 @@ class ServiceProcess:
         engine_settings: EngineSettings = self._settings.engine
         if runs_captured(engine_settings):
             await asyncio.to_thread(compile_for, engine_settings, self._side, self._metrics)
-        model = await asyncio.to_thread(load_model, engine_settings)
+        model = await asyncio.to_thread(self._side.load_model, engine_settings)
         info = model.info
         info.instance_id = self._instance_id
         info.max_message_bytes = server.max_message_bytes
@@ -193,7 +222,7 @@ class ServiceProcess:
             device_side = self._side.make_device_side(
                 model.limits.vocab_size, model.device.decoder.device, self._metrics
             )
-            make_executor = program_executor(
+            make_executor = self._side.make_executor(
                 device_side, model.limits.max_context_len, engine_settings
             )
         engine = Engine(
@@ -247,30 +276,6 @@ class ServiceProcess:
         streams_s = min(END_OF_STREAMS_S, grace_s)
         await asyncio.gather(*(server.stop(streams_s) for server in self._servers))
         await asyncio.to_thread(engine.stop)
-
-
-def buckets_for(settings: EngineSettings, side: Any, max_context_len: int) -> Any:
-    """Sizes of captured steps that cover what the settings allow. side: the role's device side."""
-    from specmesh.engine.buckets import Buckets  # imports Triton
-
-    return Buckets.covering(
-        max_seqs=settings.max_sessions,
-        max_query_len=side.max_query_len,
-        max_long_rows=min(
-            settings.token_budget, settings.prefill_chunk + settings.max_num_draft_tokens + 1
-        ),
-        max_context_len=max_context_len,
-    )
-
-
-def program_executor(
-    side: Any, max_context_len: int, settings: EngineSettings
-) -> Callable[[Device, Callable[[], int]], Executor]:
-    """Makes the executor of captured steps."""
-    from specmesh.engine.device_executor import ProgramExecutor  # imports Triton
-
-    buckets = buckets_for(settings, side, max_context_len)
-    return lambda device, clock_ns: ProgramExecutor(device, side, buckets, clock_ns)
 
 
 def compile_for(settings: EngineSettings, side: Side, metrics: ServiceMetrics) -> None:
