@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from coordinator.foresight import Foresight
 from coordinator.messages import (
     Action,
+    Ahead,
     Close,
     Deferred,
     DraftPlaced,
@@ -54,6 +56,7 @@ class DraftState(Enum):
     SYNCING = "syncing"  # opened, its K/V is being filled
     READY = "ready"
     PROPOSING = "proposing"  # a round waits for candidates
+    CONFIRMING = "confirming"  # a round has candidates drafted ahead, the answer is still out
     LATE = "late"  # no round waits any more, the answer is still out
     OFF = "off"  # for the rest of the request
 
@@ -83,9 +86,16 @@ DRAFT_TRANSITIONS: Final[Mapping[DraftState, Mapping[type, Transition]]] = {
         TimerFired: _to("_too_late", _S.LATE),
         Lost: _LOST,
     },
-    _S.READY: {Lost: _LOST},
+    _S.READY: {DraftReply: _to("_drafted_ahead", _S.READY, _S.OFF), Lost: _LOST},
     _S.PROPOSING: {
         DraftReply: _to("_replied", _S.PROPOSING, _S.READY, _S.LATE, _S.SEEKING, _S.OFF),
+        TimerFired: _to("_too_late", _S.LATE),
+        Lost: _LOST,
+    },
+    _S.CONFIRMING: {
+        DraftReply: _to(
+            "_replied", _S.CONFIRMING, _S.READY, _S.PROPOSING, _S.LATE, _S.SEEKING, _S.OFF
+        ),
         TimerFired: _to("_too_late", _S.LATE),
         Lost: _LOST,
     },
@@ -108,12 +118,13 @@ _ELSEWHERE = {"OUT_OF_PAGES": "draft_out_of_memory", "NOT_READY": "draft_not_rea
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The candidates a round waited for."""
+    """The candidates a round waited for. was_ahead: it did not wait."""
 
     proposal: Proposal
     epoch: int
     replica: str
     report: object
+    was_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,9 @@ class Drafting:
         self._opened = False
         self._confirmed_len = 0
         self._num_accepted = 0
+        self._num_asked = 0  # candidates of the last command
+        self._drafted: tuple[int, ...] = ()  # those of the last answer
+        self._foresight = Foresight(plan.stop_ids)
         self._num_resyncs = 0
         self._num_failures = 0  # in a row, without a proposal between
 
@@ -178,10 +192,25 @@ class Drafting:
 
     def request(self, num_draft_tokens: int) -> None:
         """Ask for candidates; a `Signal` of a later event answers."""
-        assert self.state in (DraftState.PLACED, DraftState.READY, DraftState.SYNCING)
+        is_busy = self.state in (DraftState.SYNCING, DraftState.CONFIRMING)
+        assert is_busy or self.state in (DraftState.PLACED, DraftState.READY)
         self.awaited_k = num_draft_tokens
-        if self.state is not DraftState.SYNCING:
+        if not is_busy:
             self._propose(num_draft_tokens)
+
+    def foresee(self, num_draft_tokens: int) -> Proposed | None:
+        """Candidates that were drafted ahead for what is confirmed now. `follow` must come next."""
+        if self.state is not DraftState.READY:
+            return None
+        path = self._ledger.tokens[self._confirmed_len :]
+        proposal = self._foresight.take(path, num_draft_tokens)
+        if proposal is None:
+            return None
+        return Proposed(proposal, self.epoch, self.replica, None, was_ahead=True)
+
+    def follow(self, num_draft_tokens: int) -> None:
+        """Let the draft catch up with a round that took what `foresee` gave, and draft ahead."""
+        self._issue(num_draft_tokens, DraftState.CONFIRMING, Timer.PROPOSE)
 
     def fill(self, *, awaited: bool) -> None:
         """Bring a placed draft's K/V up to date. awaited: the first round will wait for it."""
@@ -192,8 +221,9 @@ class Drafting:
 
     def judged(self, epoch: int, num_accepted: int) -> None:
         """The outcome of the proposal that `epoch` gave."""
-        if epoch == self.epoch:
-            self._num_accepted = num_accepted
+        num_kept = self._foresight.judged(num_accepted) if epoch == self.epoch else None
+        if num_kept is not None:
+            self._num_accepted = num_kept
 
     def switch_off(self, reason: str, message: str) -> None:
         """Content failed a check: off for the rest of the request, and reported."""
@@ -237,6 +267,8 @@ class Drafting:
             return event.epoch < self.epoch
         if event.round > self.round:
             raise PeerViolation(Side.DRAFT, f"round {event.round} was never asked for")
+        if isinstance(event, DraftReply) and isinstance(event.body, Ahead):
+            return self.state is not DraftState.READY or event.round != self.round
         return self.in_flight is None or event.round != self.in_flight.round
 
     def _placed(self, event: DraftPlaced) -> Signal:
@@ -260,35 +292,52 @@ class Drafting:
             return self._deferred()
         if isinstance(body, Failed):
             return self._failed(body)
+        assert isinstance(body, Proposal)
         return self._proposed(body, event.report)
+
+    def _drafted_ahead(self, event: DraftReply) -> Signal:
+        ahead = event.body
+        assert isinstance(ahead, Ahead)
+        fault = ""
+        if len(ahead.continuations) > self._plan.num_ahead:
+            fault = f"{len(ahead.continuations)} continuations of {self._plan.num_ahead} asked for"
+        faults = (self._fault(self._num_asked, each.proposal) for each in ahead.continuations)
+        fault = fault or next(filter(None, faults), "")
+        if fault:
+            self.switch_off("draft_bad_proposal", f"drafted ahead: {fault}")
+        else:
+            self._foresight.keep(self._drafted, ahead)
+        return None
 
     def _proposed(self, proposal: Proposal, report: object) -> Signal:
         command, was = self.in_flight, self.state
         assert command is not None
-        fault = self._fault(command, proposal)
+        fault = self._fault(command.num_draft_tokens, proposal)
         if fault:
             waited = self._stop_waiting("draft_bad_proposal")
             self.switch_off("draft_bad_proposal", fault)
             return waited
         self.in_flight = None
         self._confirmed_len = command.prefix.base_len
-        self._num_accepted = self._num_resyncs = self._num_failures = 0
+        self._num_accepted = self._foresight.answered(proposal.tokens)
+        self._drafted = proposal.tokens
+        self._num_resyncs = self._num_failures = 0
         self._fill_awaited = False
         self.state = DraftState.READY
         self._actions.append(StopTimer(Side.DRAFT))
         if was is DraftState.PROPOSING:
             self.awaited_k = 0
             return Proposed(proposal, self.epoch, self.replica, report)
-        if was is DraftState.SYNCING and self.awaited_k:
+        if self.awaited_k:  # one waited for a fill, or for the answer to the round before
             self._propose(self.awaited_k)
         return None
 
-    def _fault(self, command: Propose, proposal: Proposal) -> str:
+    def _fault(self, asked: int, proposal: Proposal) -> str:
         """What is wrong with a proposal's content; empty when nothing is.
 
         A draft may end its block early only with a token after which nothing can follow.
         """
-        tokens, asked = proposal.tokens, command.num_draft_tokens
+        tokens = proposal.tokens
         if len(tokens) != asked and not (
             0 < len(tokens) < asked and tokens[-1] in self._plan.stop_ids
         ):
@@ -327,6 +376,7 @@ class Drafting:
         if failure.reason == "PREFIX_MISMATCH" and self._num_resyncs < 1:
             self._resync(command, failure)
             return None
+        self._foresight.unanswered()
         if failure.reason == "TOO_BUSY" and self._confirmed_len:
             self.in_flight = None  # nothing changed there, the session stands
             self.state = DraftState.READY
@@ -352,12 +402,15 @@ class Drafting:
         self.round += 1
         self._num_resyncs += 1
         prefix = prefix_of(self._ledger, shared_len, 0, resync=True, base_len=base_len)
-        self.in_flight = Propose(self.epoch, self.round, prefix, command.num_draft_tokens)
+        self.in_flight = Propose(
+            self.epoch, self.round, prefix, command.num_draft_tokens, command.num_ahead
+        )
         self._send((self.in_flight,))
         self._start_timer(
             {
                 DraftState.SYNCING: Timer.FILL,
                 DraftState.PROPOSING: Timer.PROPOSE,
+                DraftState.CONFIRMING: Timer.PROPOSE,
             }.get(self.state, Timer.LATE)
         )
 
@@ -367,7 +420,12 @@ class Drafting:
     def _issue(self, num_draft_tokens: int, state: DraftState, timer: Timer) -> None:
         self.round += 1
         prefix = prefix_of(self._ledger, self._confirmed_len, self._num_accepted)
-        command = Propose(self.epoch, self.round, prefix, num_draft_tokens)
+        # Rows go with what is drafted ahead: under the other rules too few outcomes are foreseen.
+        is_ahead = num_draft_tokens > 0 and self._plan.rule is Rule.RESIDUAL
+        num_ahead = self._plan.num_ahead if is_ahead else 0
+        command = Propose(self.epoch, self.round, prefix, num_draft_tokens, num_ahead)
+        self._num_asked = num_draft_tokens
+        self._foresight.forget()
         self.in_flight = command
         self.state = state
         if self._opened:
@@ -404,6 +462,8 @@ class Drafting:
         self.replica = self.device_id = ""
         self.in_flight = None
         self._fill_awaited = self._opened = False
+        self._foresight.forget()
+        self._foresight.unanswered()
         self._confirmed_len = self._num_accepted = self._num_resyncs = 0
 
     def _stop_waiting(self, reason: str) -> Signal:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 Rows = tuple[Any, ...]  # Distribution frames, never looked into here
 Logprobs = tuple[Any, ...]  # one per token, or empty
@@ -97,12 +97,16 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Draw num_draft_tokens candidates after the prefix; 0 only fills K/V."""
+    """Draw num_draft_tokens candidates after the prefix; 0 only fills K/V.
+
+    num_ahead: continuations to draft ahead afterwards, at most.
+    """
 
     epoch: int
     round: int
     prefix: Prefix
     num_draft_tokens: int
+    num_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,22 @@ class Proposal:
     tokens: tuple[int, ...]
     rows: Rows = ()
     dropped_mass: tuple[float, ...] = ()
+
+
+class Continuation(NamedTuple):
+    """What would be proposed next if the round kept num_accepted candidates and closed with this
+    token."""
+
+    num_accepted: int
+    closing_token: int
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Continuations of a proposal, drafted while the target verifies it. Comes after it, or not."""
+
+    continuations: tuple[Continuation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +272,7 @@ class DraftReply:
 
     epoch: int
     round: int
-    body: Opened | Deferred | Failed | Proposal
+    body: Opened | Deferred | Failed | Proposal | Ahead
     report: Any = None
 
 
@@ -299,7 +319,8 @@ class SessionPlan:
     max_len: prompt plus output never exceed it. num_draft_tokens: fixed k, or None for the policy.
     parallel_prefill: None prefills the draft beside the target where their devices differ.
     with_logprobs: every emitted token comes with its log-probabilities. max_rows: rows that fit
-    into one answer of a target; None: any number.
+    into one answer of a target; None: any number. num_ahead: continuations that a draft is asked to
+    draft ahead, at most.
     """
 
     prompt: tuple[int, ...]
@@ -319,6 +340,7 @@ class SessionPlan:
     max_round_retries: int = 3
     max_failovers: int = 5
     max_rows: int | None = None
+    num_ahead: int = 0
 
 
 class IllegalEvent(Exception):
@@ -446,7 +468,7 @@ class RoundDone:
     """The record of one committed round (DESIGN section 8). round_index 0 is the prompt's.
 
     offset: tokens of its command that rounds before this one brought. more: the next round is of
-    the same command.
+    the same command. was_ahead: the candidates were there when the round began.
     """
 
     round_index: int
@@ -476,6 +498,7 @@ class RoundDone:
     tokens: tuple[int, ...] = ()
     offset: int = 0
     more: bool = False
+    was_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,12 @@ class Session:
         self._plain_steps = 1
         self._num_drafted += 1
         self.stage = Stage.DRAFTING
-        self.draft.request(k)
+        foreseen = self.draft.foresee(k)
+        if foreseen is None:
+            self.draft.request(k)
+        else:  # the target first: it is the slower side
+            self._take_signal(foreseen)
+            self.draft.follow(k)
 
     def _go_plain(self, fallback: str) -> None:
         """Let the target go on without candidates."""
@@ -263,7 +268,7 @@ class Session:
             current.candidates, current.rows = proposal.tokens, proposal.rows
             current.dropped_mass = proposal.dropped_mass
             current.draft_epoch, current.draft_replica = signal.epoch, signal.replica
-            current.draft_report = signal.report
+            current.draft_report, current.was_ahead = signal.report, signal.was_ahead
             current.audit = self._is_audited()
             self._send_verify()
 

@@ -244,6 +244,7 @@ class RoundRecorder:
             audit_near_tie=audit is not None and audit.is_near_tie,
             num_retries=done.num_retries,
             offset=done.offset,
+            was_ahead=done.was_ahead,
         )
 
 

@@ -125,6 +125,7 @@ class Resolved:
             parallel_prefill=parallel[speculation.draft_prefill],
             max_round_retries=max_round_retries,
             max_failovers=max_failovers,
+            num_ahead=speculation.num_ahead,
             max_rows=max_dense_rows(limits.max_message_bytes, limits.vocab_size, 1 + with_logprobs),
         )
 

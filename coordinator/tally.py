@@ -29,6 +29,7 @@ class Round:
     draft_epoch: int = 0
     draft_replica: str = ""
     draft_report: object = None
+    was_ahead: bool = False
     target_epoch: int = 0
     target_replica: str = ""
     target_report: object = None
@@ -96,6 +97,7 @@ class Round:
             tokens=tuple(outcome.tokens),
             offset=self.offset,
             more=more,
+            was_ahead=self.was_ahead,
         )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.messages import (
+    Ahead,
     Close,
     Closing,
     Command,
+    Continuation,
     Deferred,
     DraftReply,
     Failed,
@@ -64,6 +66,7 @@ def to_wire(
     elif isinstance(command, Propose):
         message.propose.prefix.CopyFrom(_prefix(command.prefix))
         message.propose.num_draft_tokens = command.num_draft_tokens
+        message.propose.num_ahead = command.num_ahead
     else:
         _set_verify(message.verify, command, decide_at)
     return message
@@ -110,15 +113,25 @@ def draft_reply(result: draft_pb2.DraftResult, report: object) -> DraftReply | N
     kind = result.WhichOneof("result")
     body: Any
     if kind == "proposal":
-        proposal = result.proposal
-        body = Proposal(
-            tuple(proposal.tokens), tuple(proposal.distributions), tuple(proposal.dropped_mass)
+        body = _proposal(result.proposal)
+    elif kind == "ahead":
+        body = Ahead(
+            tuple(
+                Continuation(each.num_accepted, each.closing_token, _proposal(each.proposal))
+                for each in result.ahead.continuations
+            )
         )
     elif kind == "closed":
         return None
     else:
         body = _common_body(kind, result)
     return DraftReply(result.epoch, result.round, body, report)
+
+
+def _proposal(message: draft_pb2.Proposal) -> Proposal:
+    return Proposal(
+        tuple(message.tokens), tuple(message.distributions), tuple(message.dropped_mass)
+    )
 
 
 def _common_body(kind: str | None, result: Any) -> Opened | Deferred | Failed:

@@ -17,6 +17,7 @@ from protos.specmesh.v1 import draft_pb2, draft_pb2_grpc
 from specmesh.config import DraftSettings, load_settings
 from specmesh.engine import serving
 from specmesh.engine.executor import MAX_SLOTS
+from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
 from specmesh.metrics import ServiceMetrics
 
@@ -39,14 +40,16 @@ def side_of(settings: DraftSettings) -> serving.Side:
             device,
         )
 
+    def make_role(_model: LoadedModel, _metrics: ServiceMetrics, device_side: Any) -> Proposer:
+        most = settings.engine.max_num_draft_tokens
+        return Proposer(most) if device_side is None else Proposer(most, device_side.can_draw)
+
     return serving.Side(
         name="draft",
         service_name=SERVICE_NAME,
         response_type=draft_pb2.DraftServiceLinkResponse,
         register=_register,
-        make_role=lambda model, metrics, device_side: Proposer(
-            settings.engine.max_num_draft_tokens
-        ),
+        make_role=make_role,
         make_device_side=make_device_side,
     )
 

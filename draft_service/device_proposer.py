@@ -30,6 +30,7 @@ from specmesh.engine.device_side import (
     parameter_fields,
 )
 from specmesh.engine.scheduler import Segment, Task
+from specmesh.engine.sessions import Session
 from specmesh.engine.step_buffers import FLOAT32, Field, HostArrays
 from specmesh.engine.step_programs import ProgramBuffers, StepShape
 from specmesh.errors import NumericFault
@@ -126,18 +127,21 @@ class DeviceProposer:
 
     def takes(self, task: Task) -> bool:
         """Whether the session's rows follow from logits and filters alone, and are sent sparse."""
-        session = task.session
-        output_len = session.ledger.confirmed_len - session.shaper.prompt_len
-        if session.shaper.depends_on_ids(output_len):
+        drafting: Drafting = task.role_state
+        return drafting.on_device
+
+    def can_draw(self, session: Session, base_len: int) -> bool:
+        """The same, worked out when a command is checked."""
+        if session.shaper.depends_on_ids(base_len - session.shaper.prompt_len):
             return False
         policy = session.opening.row_policy or session_pb2.ROW_POLICY_AUTO
         sends_rows = not (session.is_coupled or session.shaper.is_greedy)
         return not sends_rows or policy == session_pb2.ROW_POLICY_AUTO
 
     def num_wanted(self, task: Task) -> int:
-        """Candidates still to draw."""
+        """Tokens still to draw."""
         drafting: Drafting = task.role_state
-        return max(1, drafting.num_draft_tokens - len(drafting.tokens))
+        return max(1, drafting.num_wanted - len(drafting.tokens))
 
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
         """All candidates of the largest proposal: a round waits for all of them."""
@@ -204,11 +208,7 @@ class DeviceProposer:
                     )
                 )
             drafting.dropped_mass += step.dropped_mass[slot][:num_passes]
-        if len(drafting.tokens) < drafting.num_draft_tokens:
+        if len(drafting.tokens) < drafting.num_wanted:
             return None
-        task.fed.pop()  # the last candidate is drawn and not fed
-        return draft_pb2.Proposal(
-            tokens=drafting.tokens,
-            distributions=drafting.frames,
-            dropped_mass=drafting.dropped_mass,
-        )
+        task.fed.pop()  # the last token is drawn and not fed
+        return drafting.proposal()

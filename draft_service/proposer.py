@@ -9,17 +9,20 @@ batches or the target. Where it runs: specmesh/engine/runner.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 from torch import Tensor
 
+from draft_service.outcomes import Noise, is_foreseeable, likely_outcomes
 from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import draft_pb2, session_pb2
 from specmesh import wire
-from specmesh.engine.role import Finished, Wire, isolated
+from specmesh.config import MAX_AHEAD
+from specmesh.engine.role import Finished, Outlook, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, SpecmeshError
@@ -28,13 +31,29 @@ from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, Key
 
 @dataclass(slots=True)
 class Drafting:
-    """A proposal in the making: what was drawn so far. frames: rows that the device drew from."""
+    """A proposal in the making: what was drawn so far. on_device: by the device; frames: the rows
+    that it drew from. num_wanted: tokens to draw; one more than candidates where the row behind all
+    of them, `behind`, is to tell how the round may end."""
 
     num_draft_tokens: int
+    num_wanted: int
+    on_device: bool
     cuts: list[wire.Cut] = field(default_factory=list)
     dropped_mass: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     frames: list[session_pb2.Distribution] = field(default_factory=list)
+    behind: session_pb2.Distribution | None = None
+
+    def proposal(self) -> draft_pb2.Proposal:
+        """The candidates that were drawn, with their rows."""
+        count = self.num_draft_tokens
+        if len(self.frames) > count:
+            self.behind = self.frames[count]
+        return draft_pb2.Proposal(
+            tokens=self.tokens[:count],
+            distributions=self.frames[:count],
+            dropped_mass=self.dropped_mass[:count],
+        )
 
 
 class Proposer:
@@ -49,8 +68,14 @@ class Proposer:
         forward_span=DRAFT_FORWARD,
     )
 
-    def __init__(self, max_num_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        max_num_draft_tokens: int,
+        on_device: Callable[[Session, int], bool] = lambda *_: False,
+    ) -> None:
+        """on_device: whether the device draws for a command, given its base_len."""
         self._max_num_draft_tokens = max_num_draft_tokens
+        self._on_device = on_device
 
     def check(self, session: Session, command: draft_pb2.Propose) -> Drafting:
         """Raise InvalidRequest or ContextTooLong for a number of candidates that cannot be."""
@@ -60,19 +85,24 @@ class Proposer:
                 f"at most {self._max_num_draft_tokens}, got {num_draft_tokens}",
                 field="num_draft_tokens",
             )
+        if command.num_ahead > MAX_AHEAD:
+            raise InvalidRequest(f"at most {MAX_AHEAD}, got {command.num_ahead}", field="num_ahead")
         end = command.prefix.base_len + num_draft_tokens
         if end > session.ledger.max_len:
             raise ContextTooLong(
                 f"{command.prefix.base_len} + {num_draft_tokens} candidates exceed max_len "
                 f"{session.ledger.max_len}"
             )
-        return Drafting(num_draft_tokens)
+        looks_behind = 0 < num_draft_tokens < self._max_num_draft_tokens and command.num_ahead > 0
+        on_device = self._on_device(session, command.prefix.base_len)
+        return Drafting(num_draft_tokens, num_draft_tokens + looks_behind, on_device)
 
     def begin(self, task: Task) -> None:
-        """The last candidate is drawn and not fed, so k candidates take K/V up to base_len+k-1."""
-        num_draft_tokens = task.role_state.num_draft_tokens
+        """The last token is drawn and not fed, so k candidates take K/V up to base_len+k-1."""
+        drafting: Drafting = task.role_state
+        num_draft_tokens = drafting.num_draft_tokens
         task.num_rows = 1 if num_draft_tokens else 0
-        task.reserve_len = task.base_len + max(0, num_draft_tokens - 1)
+        task.reserve_len = task.base_len + max(0, drafting.num_wanted - 1)
         if num_draft_tokens:
             task.session.ledger.begin_round(num_draft_tokens)
 
@@ -86,7 +116,7 @@ class Proposer:
         drafting: Drafting = entry.task.role_state
         if entry.num_rows:
             self._draw(entry.task, drafting, logits[entry.first_row])
-            if len(drafting.tokens) < drafting.num_draft_tokens:
+            if len(drafting.tokens) < drafting.num_wanted:
                 entry.task.fed.append(drafting.tokens[-1])
                 return None
         return self._proposal(drafting)
@@ -108,11 +138,40 @@ class Proposer:
 
     def _proposal(self, drafting: Drafting) -> draft_pb2.Proposal:
         drafting.dropped_mass = wire.dropped_masses(drafting.cuts)
-        return draft_pb2.Proposal(
-            tokens=drafting.tokens,
-            distributions=[wire.encode(cut.row) for cut in drafting.cuts],
-            dropped_mass=drafting.dropped_mass,
-        )
+        drafting.frames = [wire.encode(cut.row) for cut in drafting.cuts]
+        return drafting.proposal()
+
+    def looks_ahead(self, task: Task) -> bool:
+        """Where the command says so."""
+        return bool(task.request.command.propose.num_ahead)
+
+    def outlooks(self, task: Task, answer: draft_pb2.Proposal) -> Sequence[Outlook]:
+        """The likeliest outcomes of the round, each followed by a round of as many candidates."""
+        command, drafting = task.request.command.propose, task.role_state
+        if not is_foreseeable(answer):
+            return ()
+        base_len = command.prefix.base_len
+        follow_ups = [
+            draft_pb2.Propose(
+                prefix=session_pb2.PrefixUpdate(base_len=base_len + kept + 1),
+                num_draft_tokens=command.num_draft_tokens,
+            )
+            for kept in range(len(answer.tokens) + 1)
+        ]
+        noise = Noise(task.session.seed, base_len)
+        return [
+            Outlook((*answer.tokens[:kept], token), follow_ups[kept])
+            for kept, token in likely_outcomes(answer, drafting.behind, noise, command.num_ahead)
+        ]
+
+    def foreseen(self, found: Sequence[tuple[Outlook, Any]], result: Any) -> None:
+        """Write the proposals drafted ahead into a DraftResult."""
+        for outlook, proposal in found:
+            result.ahead.continuations.add(
+                num_accepted=len(outlook.tokens) - 1,
+                closing_token=outlook.tokens[-1],
+                proposal=proposal,
+            )
 
     def span_attributes(
         self, task: Task, answer: draft_pb2.Proposal

@@ -150,8 +150,13 @@ def _race_words(
     return _pick_words(calls, _all_ids(ids.size), ids)
 
 
-def exponentials(seed: int, ids: Tensor, position: int, base_len: int, purpose: int) -> Tensor:
-    """Exponential race times E = -log1p(-u) of token ids (int64 [n], ascending), float64 [n]."""
+def exponentials(
+    seed: int, ids: Tensor, position: int | np.ndarray, base_len: int, purpose: int
+) -> Tensor:
+    """Exponential race times E = -log1p(-u) of token ids, float64 [n].
+
+    ids: int64 [n], ascending where position is one for all; else position: int64 [n].
+    """
     words = _race_words(seed, ids.numpy(), position, base_len, purpose)
     return torch.from_numpy(_exponentials(words))
 

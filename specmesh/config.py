@@ -59,6 +59,7 @@ def _split(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Addresses = Annotated[Names, AfterValidator(check_addresses)]  # host:port each
 
+MAX_AHEAD = 64  # continuations of a proposal: no coordinator asks for more, no draft makes more
 MAX_PLAIN_STEPS = 256  # tokens per command: no coordinator asks for more, every target grants them
 NESTING = "__"  # SPECMESH_TARGET_ENGINE__NUM_PAGES
 
@@ -250,6 +251,9 @@ class SpeculationSettings(_Section):
     plain_steps: int = Field(default=MAX_PLAIN_STEPS, ge=1, le=MAX_PLAIN_STEPS)
     # Share of target-decided rounds that the coordinator decides again from the rows.
     audit_ratio: float = Field(default=0.01, ge=0, le=1)
+    # Continuations that a draft drafts ahead while the target verifies, at most: the likeliest
+    # outcomes of the round, so that the next one begins with its candidates there. 0: none.
+    num_ahead: int = Field(default=0, ge=0, le=MAX_AHEAD)
     draft_prefill: Literal["auto", "parallel", "after_first_token"] = "auto"
 
 

@@ -218,6 +218,11 @@ class CoordinatorMetrics:
         )
         self._sent = {side: wire_bytes.labels(side, "sent") for side in SIDES}
         self._received = {side: wire_bytes.labels(side, "received") for side in SIDES}
+        self._ahead = Counter(
+            "specmesh_ahead_rounds",
+            "Rounds that began with candidates drafted ahead",
+            registry=registry,
+        )
         self._retries = Counter(
             "specmesh_round_retries",
             "Tries beyond the first, repeats and moves, of rounds",
@@ -295,6 +300,7 @@ class CoordinatorMetrics:
         """Count one finished round. Returns the detectors whose alarm it raised (usually none)."""
         self._output_tokens.inc(record.num_committed)
         self._retries.inc(record.num_retries)
+        self._ahead.inc(record.was_ahead)
         if record.is_prefill:
             self._prefill_duration.observe(record.duration_us * 1e-6)
             return self._observe_checks(record)

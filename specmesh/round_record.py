@@ -54,6 +54,7 @@ class RoundRecord:
     offset: tokens of its command to the target that rounds before this one brought. audit_near_tie:
     a mismatch that rounding explains, as whoever audited says; any other is an alarm. has_own_seed:
     the noise was drawn for this call; without it the round says nothing about the output law.
+    was_ahead: the candidates were drafted ahead; what the draft side says is then of nothing.
     """
 
     session_id: str
@@ -89,6 +90,7 @@ class RoundRecord:
     audit_near_tie: bool = False
     num_retries: int = 0
     offset: int = 0
+    was_ahead: bool = False
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Attributes of `specmesh.round` and `specmesh.prefill`. Call for sampled rounds only."""
@@ -140,6 +142,7 @@ class RoundRecord:
             (Key.AUDIT_MARGIN, self.audit_margin),
             (Key.RETRIES, self.num_retries or None),
             (Key.OFFSET, self.offset or None),
+            (Key.AHEAD, self.was_ahead or None),
             (Key.CACHED_TOKENS, self.target.cached_tokens or None),
         )
         return {key: value for key, value in optional if value is not None}

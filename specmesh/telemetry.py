@@ -71,6 +71,7 @@ class Key:
     # Of a round that is a later part of an answer: tokens of the parts before it. The command has
     # one span, under the round of its first part; it ends with the last.
     OFFSET = "specmesh.part.offset"
+    AHEAD = "specmesh.draft.ahead"  # the candidates were drafted before the round began
     NUM_DRAFT_TOKENS = "specmesh.draft.tokens"
     NUM_ACCEPTED = "specmesh.accepted.tokens"
     NUM_EMITTED = "specmesh.emitted.tokens"
@@ -211,6 +212,7 @@ _ROUND_OPTIONAL = frozenset(
         Key.AUDIT_MARGIN,
         Key.RETRIES,
         Key.OFFSET,
+        Key.AHEAD,
         Key.DRAFT_REPLICA,
         Key.TARGET_REPLICA,
         Key.DRAFT_EPOCH,

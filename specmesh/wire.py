@@ -31,6 +31,7 @@ SPARSE_F32 = session_pb2.ENCODING_SPARSE_F32
 SPARSE_F16 = session_pb2.ENCODING_SPARSE_F16
 
 _ID_TYPE = np.dtype("<u4")
+_SIGNED_ID_TYPE = np.dtype("<i4")  # the same bytes: no id has the sign bit
 _VALUE_TYPES: dict[int, np.dtype[Any]] = {
     DENSE_F32: np.dtype("<f4"),
     DENSE_F16: np.dtype("<f2"),
@@ -161,8 +162,8 @@ def sparse_frame(
     return session_pb2.Distribution(
         encoding=encoding,
         vocab_size=vocab_size,
-        ids=ids.astype(_ID_TYPE).tobytes(),
-        values=weights.astype(_VALUE_TYPES[encoding]).tobytes(),
+        ids=ids.astype(_SIGNED_ID_TYPE, copy=False).tobytes(),
+        values=weights.astype(_VALUE_TYPES[encoding], copy=False).tobytes(),
     )
 
 

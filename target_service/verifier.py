@@ -23,7 +23,7 @@ from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh import wire
 from specmesh.config import MAX_PLAIN_STEPS
-from specmesh.engine.role import Finished, Part, Wire, isolated
+from specmesh.engine.role import Finished, Outlook, Part, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
@@ -310,6 +310,17 @@ class Verifier:
                 ranked = torch.sort(row, descending=True, stable=True).indices[:num_top].tolist()
                 for other in ranked:
                     entry.top.add(token_id=other, logprob=float(row[other]))
+
+    def looks_ahead(self, task: Task) -> bool:
+        """Never: what a target is asked next, its draft has to say."""
+        return False
+
+    def outlooks(self, task: Task, answer: Any) -> Sequence[Outlook]:
+        """Not asked for."""
+        return ()
+
+    def foreseen(self, found: Sequence[tuple[Outlook, Any]], result: Any) -> None:
+        """Never called: there are no outlooks."""
 
     def span_attributes(self, task: Task, answer: Verdict) -> Mapping[str, AttributeValue]:
         """What was decided, where, and what the checks found."""

@@ -8,7 +8,8 @@ streams are several, what they wait for each other's steps counts too. Beside it
 of each process a round (or pass) of one stream, which says more where processors are few or shared.
 The coordinator runs without Ray, which no round meets anyway, and without audits, which refute what
 is made up and would leave the draft out. With --busy-poll-ms loops poll as on GPU hosts; give each
-process a core then.
+process a core then. With --num-ahead drafts draft ahead, and --foreseen of the rounds end as they
+foresee; who waits for whom then varies, so that whole rounds are given, without anything taken off.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def commands(asked: argparse.Namespace, folder: Path, log_dir: Path) -> list[Ser
     # One thread, as where a GPU computes.
     engine = [*untraced, "--engine.busy-poll-ms", poll, "--engine.num-threads", "1"]
     coordinator = [*untraced, "--links.busy-poll-ms", poll, "--speculation.audit-ratio", "0"]
+    coordinator += ["--speculation.num-ahead", str(asked.num_ahead)]
     options = StackOptions(
         folder,
         folder,
@@ -60,7 +62,8 @@ def commands(asked: argparse.Namespace, folder: Path, log_dir: Path) -> list[Ser
         if command.name != "coordinator":
             step_ms = str(asked.draft_ms if command.name == "draft" else asked.target_ms)
             _, _, _, *flags = argv  # the interpreter, -m, the service
-            argv = (argv[0], "-c", SERVE.format(command.name), "--step-ms", step_ms, *flags)
+            held = ["--step-ms", step_ms, "--foreseen", str(asked.foreseen)]
+            argv = (argv[0], "-c", SERVE.format(command.name), *held, *flags)
         found.append(replace(command, argv=argv))
     return found
 
@@ -85,14 +88,16 @@ def counts(timed: Sequence[Timed], asked: argparse.Namespace) -> list[int]:
 
 def host_time(timed: Sequence[Timed], asked: argparse.Namespace) -> Series:
     """What is left of each request's rounds, or passes, without what the devices held."""
-    what, held_ms = "pass", asked.target_ms
-    if asked.num_draft_tokens:
-        what, held_ms = "round", asked.draft_ms + asked.target_ms
+    name, held_ms = "host time of a pass", asked.target_ms
+    if asked.num_draft_tokens and asked.num_ahead:
+        name, held_ms = "a whole round", 0.0
+    elif asked.num_draft_tokens:
+        name, held_ms = "host time of a round", asked.draft_ms + asked.target_ms
     left_ms = [
         (each.total_s - each.first_token_s) * 1e3 / count - held_ms
         for each, count in zip(timed, counts(timed, asked), strict=True)
     ]
-    return series(f"host time of a {what}", "ms", left_ms)
+    return series(name, "ms", left_ms)
 
 
 def measure(stack: Stack, prompt: Sequence[int], asked: argparse.Namespace) -> list[Series]:
@@ -119,6 +124,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=120, help="tokens of each answer")
     parser.add_argument("--draft-ms", type=float, default=0.67, help="what a proposal takes")
     parser.add_argument("--target-ms", type=float, default=4.4, help="what a target's pass takes")
+    parser.add_argument("--num-ahead", type=int, default=0, help="continuations drafted ahead")
+    parser.add_argument("--foreseen", type=float, default=0.5, help="share of rounds, if ahead")
     parser.add_argument("--busy-poll-ms", type=float, default=0.0, help="loops poll for so long")
     return parser.parse_args(argv)
 

@@ -1,12 +1,12 @@
 """A draft or target whose device computes nothing; `host_time.py` measures with two of them.
 
 Everything that the host of a GPU does is the product's own: frames, sessions, scheduling, packing,
-reading outputs, answers. What the device drew is made up: a draft's candidates are always the same,
-and of a session's rounds with k candidates the target keeps 0, 1, .., k, 0, .. in turn. Launches
-take their time one after another: a target's --step-ms for every pass, so n times that for a chain
-of n passes of plain decoding; a draft's --step-ms whatever the launch is, a chunk of a prompt or
-the chain that draws all candidates of a proposal. Must not know the services: each hands in its
-`side_of`.
+reading outputs, answers. What the device drew is made up: a draft's candidates are always the
+same, and of a session's rounds with k candidates the target keeps 0, 1, .., k, 0, .. in turn; it
+closes a given share of them with the token that its draft foresees. Launches take their time one
+after another: a target's --step-ms for every pass, so n times that for a chain of n passes of plain
+decoding; a draft's --step-ms whatever the launch is, a chunk of a prompt or the chain that draws
+all candidates of a proposal. Must not know the services: each hands in its `side_of`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from kernels import reference
+from kernels.streams import Purpose
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import DraftSettings, EngineSettings, TargetSettings, load_settings
 from specmesh.engine import serving
@@ -64,7 +66,7 @@ class IdleCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
-    def copy_page(self, source: int, copy: int) -> None:
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing is there to be copied."""
 
     def clear_pages(self, pages: Sequence[int]) -> None:
@@ -139,11 +141,16 @@ class Drawn:
 class Judged:
     """A target's: round n of a session keeps n mod (k+1) candidates; else a token a pass.
 
-    Tokens are those that an idle draft draws, so that what is kept is what was proposed.
+    Tokens are those that an idle draft draws, so that what is kept is what was proposed. foreseen:
+    share of rounds that close with the id that wins the race under the draft's rows, the rejected
+    candidate aside; an id of no row closes the rest.
     """
 
-    def __init__(self, vocab_size: int, step_s: float) -> None:
-        self._token, self._step_s = drawn_token(row_ids(vocab_size)), step_s
+    def __init__(self, vocab_size: int, step_s: float, foreseen: float = 0.0) -> None:
+        self._ids = row_ids(vocab_size).to(torch.int64)
+        self._token, self._step_s, self._foreseen = drawn_token(self._ids), step_s, foreseen
+        self._others = self._ids[self._ids != self._token]
+        self._unforeseen = vocab_size - 1
         self._num_rounds: Counter[int] = Counter()  # of each session, by its seed
 
     def duration_s(self, num_passes: int) -> float:
@@ -160,17 +167,27 @@ class Judged:
 
     def decide(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         """Judge the candidates, all of which the first pass was fed."""
-        rounds = zip(inputs["seeds"].tolist(), inputs["num_candidates"].tolist(), strict=True)
-        kept = torch.tensor([self._keep(seed, count) for seed, count in rounds])
-        outputs["counts"][0, :, 0] = kept
-        outputs["counts"][0, :, 1] = kept + 1
+        tokens, counts = outputs["tokens"][0], outputs["counts"][0]
+        tokens.fill_(self._token)
+        counts[:, 0], counts[:, 1] = 0, 1
+        names = ("seeds", "base_lens", "num_candidates")
+        rounds = zip(*(inputs[name].tolist() for name in names), strict=True)
+        for slot, (seed, base_len, count) in enumerate(rounds):
+            if count > 0:  # else plain decoding, or nobody's
+                num_rounds = self._num_rounds[seed]
+                self._num_rounds[seed] += 1
+                kept = num_rounds % (count + 1)
+                tokens[slot, kept] = self._unforeseen
+                if int((num_rounds + 1) * self._foreseen) > int(num_rounds * self._foreseen):
+                    tokens[slot, kept] = self._winner(seed, base_len, kept, count)
+                counts[slot, 0], counts[slot, 1] = kept, kept + 1
 
-    def _keep(self, seed: int, num_candidates: int) -> int:
-        if num_candidates <= 0:  # plain decoding, or nobody's
-            return 0
-        num_rounds = self._num_rounds[seed]
-        self._num_rounds[seed] += 1
-        return num_rounds % (num_candidates + 1)
+    def _winner(self, seed: int, base_len: int, kept: int, count: int) -> int:
+        ids, purpose = self._others, Purpose.RESIDUAL
+        if kept == count:
+            ids, purpose = self._ids, Purpose.BONUS
+        weights = torch.ones(len(ids))
+        return reference.race(weights, seed % (1 << 64), base_len + kept, base_len, purpose, ids)
 
 
 def row_ids(vocab_size: int) -> Tensor:
@@ -250,16 +267,17 @@ def idle_model(settings: EngineSettings) -> LoadedModel:
     return LoadedModel(Device(decoder, cache(limits.page_size), pool), limits, info)
 
 
-def idle_side(side: serving.Side, step_s: float) -> serving.Side:
-    """The same service on a device that computes nothing."""
+def idle_side(side: serving.Side, step_s: float, foreseen: float = 0.0) -> serving.Side:
+    """The same service on a device that computes nothing. foreseen: see `Judged`."""
 
     def make_executor(device_side: Any, max_context_len: int, settings: EngineSettings) -> Any:
         make = serving.program_executor(device_side, max_context_len, settings)
 
         def make_idle(device: Device, clock_ns: Callable[[], int]) -> ProgramExecutor:
             executor = cast(ProgramExecutor, make(device, clock_ns))
-            kind = Drawn if side.name == "draft" else Judged
-            made_up = kind(device.decoder.spec.vocab_size, step_s)
+            size = device.decoder.spec.vocab_size
+            is_draft = side.name == "draft"
+            made_up = Drawn(size, step_s) if is_draft else Judged(size, step_s, foreseen)
             executor.programs = IdlePrograms(executor.programs, made_up, Stream())
             return executor
 
@@ -277,10 +295,13 @@ def main(name: str, side_of: Callable[[Any], serving.Side], argv: Sequence[str])
     parser.add_argument(
         "--step-ms", type=float, required=True, help="a target's pass, or a draft's launch"
     )
+    parser.add_argument("--foreseen", type=float, default=0.0, help="share of a target's rounds")
     asked, flags = parser.parse_known_args(argv)
     settings: DraftSettings | TargetSettings
     if name == "draft":
         settings = load_settings(DraftSettings, flags)
     else:
         settings = load_settings(TargetSettings, flags)
-    return serving.main(settings, idle_side(side_of(settings), asked.step_ms * 1e-3))
+    return serving.main(
+        settings, idle_side(side_of(settings), asked.step_ms * 1e-3, asked.foreseen)
+    )

@@ -179,7 +179,7 @@ class BlockPool:
 
         Returns the same page where nobody else can read it. Otherwise allocates one, releases the
         old and returns the new id; the caller copies the content before anything else is
-        allocated (`KVCache.copy_page`). Raises OutOfPages and changes nothing.
+        allocated (`KVCache.copy_pages`). Raises OutOfPages and changes nothing.
         """
         if not self.is_shared(page):
             return page

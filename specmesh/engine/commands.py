@@ -85,6 +85,10 @@ class CommandDesk:
         self._outbound[link].append(result)
         return result
 
+    def tell(self, link: Link, result: Any) -> None:
+        """Send what no command waits for."""
+        self._outbound[link].append(result)
+
     def refuse(self, link: Link, command: Any, error: SpecmeshError, queue_us: int = 0) -> None:
         """Answer a command with an error."""
         self._answer(link, command, error=error_to_message(error))

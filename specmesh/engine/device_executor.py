@@ -101,8 +101,7 @@ class ProgramExecutor:
         by the launch that failed and by those after it.
         """
         gathered = _Gathered(self._clock_ns(), len(step.segments))
-        for source, copy in step.copies:
-            self._device.cache.copy_page(source, copy)
+        self._device.cache.copy_pages(step.copies)
         ahead, self._ahead = self._ahead, None
         own = ahead.own(step.segments) if ahead is not None else []
         if ahead is not None and own:

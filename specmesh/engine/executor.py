@@ -116,8 +116,7 @@ class StepExecutor:
         del may_run_ahead  # the device is this thread
         meanwhile()  # the pass takes this thread: what can be done beside it comes first
         start_ns = self._clock_ns()
-        for source, copy in step.copies:
-            self._device.cache.copy_page(source, copy)
+        self._device.cache.copy_pages(step.copies)
         batch = build_batch(step.segments, self._device.pool.page_size, self._device.decoder.device)
         with torch.inference_mode():
             # Rows are decided by the reference functions, which run on the CPU.

@@ -47,10 +47,14 @@ class KVCache:
         return self.pools[layer_index][1]
 
     @torch.inference_mode()
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy a page's keys and values in every layer."""
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, (source, copy) each, keys and values in every layer, as if all at once: no
+        page is written that another pair reads, or written twice."""
+        if not pairs:
+            return
+        sources, copies = torch.tensor(pairs, device=self.pools[0].device).unbind(1)
         for pool in self.pools:
-            pool[:, target].copy_(pool[:, source])
+            pool.index_copy_(1, copies, pool.index_select(1, sources))
 
     @torch.inference_mode()
     def clear_pages(self, pages: Sequence[int]) -> None:

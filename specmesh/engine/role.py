@@ -47,6 +47,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """What may be asked next: `command`, after these tokens behind the prefix of the last one.
+
+    K/V of all tokens but the last was written for that one, where it was not dropped since.
+    """
+
+    tokens: tuple[int, ...]
+    command: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Wire:
     """Names of a role's messages and spans.
 
@@ -97,6 +108,15 @@ class Role(Protocol):
         task wants more tokens fed (`fed` or the confirmed prefix grew), or an error: the engine
         then undoes the command back to its last answer.
         """
+
+    def looks_ahead(self, task: Task) -> bool:
+        """Whether an answered task wants to know what may follow it."""
+
+    def outlooks(self, task: Task, answer: Any) -> Sequence[Outlook]:
+        """What is worth working ahead for, the best first, once the task was answered so."""
+
+    def foreseen(self, found: Sequence[tuple[Outlook, Any]], result: Any) -> None:
+        """Write the answers to outlooks into a result for the peer."""
 
     def span_attributes(self, task: Task, answer: Any) -> Mapping[str, AttributeValue]:
         """What the role adds to the span of a recorded command."""

@@ -23,19 +23,22 @@ from typing import Any
 import torch
 
 from protos.specmesh.v1 import session_pb2
+from specmesh.engine.ahead import WorkAhead
 from specmesh.engine.busy_poll import EnginePoller
 from specmesh.engine.commands import CommandDesk, Observers
 from specmesh.engine.executor import Device, Executor, StepExecutor, StepOutcome
 from specmesh.engine.pages import PageTables
-from specmesh.engine.role import Finished, Role
+from specmesh.engine.role import Finished, Part, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
 from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
-from specmesh.engine.waits import Apart, Arrival, Leaving, Waiting, block_on
+from specmesh.engine.waits import Apart, Arrival, Leaving, Until, Waiting, block_on
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
 logger = logging.getLogger(__name__)
 
 EXPIRY_PERIOD_S = 1.0  # how often idle sessions are looked for
+# Before work that nobody waits for: the loop that sends the last answer needs the interpreter.
+PAUSE_S = 0.0003
 FLOOD_FACTOR = 4  # unread commands, as a multiple of those that may wait, before a link is ended
 
 
@@ -79,14 +82,16 @@ class Engine:
         self._role = role
         self._observers = observers
         self._table = SessionTable(limits, observers.clock_ns)
+        pages = PageTables(device.pool)
         self._scheduler = Scheduler(
-            PageTables(device.pool),
+            pages,
             options.token_budget,
             options.prefill_chunk,
             lambda task: self._desk.answer_deferred(task),
         )
         self._desk = CommandDesk(self._table, self._scheduler, role, observers)
         self._executor = make_executor(device, observers.clock_ns)
+        self._ahead = WorkAhead(self._table, pages, self._executor, role, self._decided)
         self._inbox: queue.SimpleQueue[Callable[[], None] | _Frame | None] = queue.SimpleQueue()
         self._held: deque[Callable[[], None] | _Frame | None] = deque()  # read before its time
         self._num_submitted = 0
@@ -253,12 +258,17 @@ class Engine:
                 posted = self._flush()
                 if posted:  # what a pass gave is on its way before the next one is begun
                     yield Leaving(posted)
-                can_run = ran and self._scheduler.has_work
+                can_run = self._can_run(after=ran)
         except GeneratorExit:  # nobody drives it any more
             raise
         except BaseException:
             logger.critical("the engine's worker died", exc_info=True)
             self.on_death()
+
+    def _can_run(self, *, after: bool) -> bool:
+        """Whether there is work that nothing has to arrive for. after: whether a pass ran just now;
+        where none did, what is left waits for pages."""
+        return (after and self._scheduler.has_work) or self._ahead.is_wanted
 
     def _await_item(self) -> Waiting[None]:
         """Wait until something arrives, or idle sessions are to be looked for."""
@@ -277,10 +287,13 @@ class Engine:
         self._expire()
         yield from self._complete(self._desk_completed())
         step = self._compose()
+        runs_ahead = self._ahead.is_wanted and not step.segments
         if step.segments:
             yield from self._run(step)
+        elif runs_ahead:
+            yield from self._work_ahead()
         yield from self._complete(self._desk_completed())
-        return bool(step.segments)
+        return bool(step.segments) or runs_ahead  # in either case commands may have come meanwhile
 
     def _read_inbox(self) -> bool:
         """Perform everything that arrived. False when told to stop."""
@@ -356,6 +369,21 @@ class Engine:
         if outcome.finished:
             yield from self._advance(outcome.finished, outcome.logits)
 
+    def _work_ahead(self) -> Waiting[None]:
+        """Nothing else waits: compute what may be asked next, and tell whoever would ask."""
+        yield Until(time.perf_counter() + PAUSE_S)
+        try:
+            found = yield from self._ahead.run(
+                self._read_early, lambda: bool(self._held) or self._scheduler.has_work
+            )
+        except torch.AcceleratorError:
+            raise  # as in `_run`
+        except Exception:
+            logger.exception("work ahead failed")
+            return
+        if found is not None:
+            self._desk.tell(*found)
+
     def _desk_completed(self) -> list[Finished]:
         completed, self._desk.completed = self._desk.completed, []
         return [Finished(task, 0, 0) for task in completed]
@@ -371,9 +399,14 @@ class Engine:
         self._answer(decided, [entry.decided[0] for entry in decided if entry.decided])
         open_ = [entry for entry in finished if entry.decided is None]
         if open_:
-            # Rows of the whole vocabulary, shaped one by one: milliseconds each.
-            decide = Apart(lambda: self._decide(open_, logits))
-            self._answer(open_, (yield decide) if len(logits) else decide.work())
+            self._answer(open_, (yield from self._decided(open_, logits)))
+
+    def _decided(self, finished: list[Finished], logits: torch.Tensor) -> Waiting[list[Any]]:
+        if not len(logits):
+            return self._decide(finished, logits)
+        # Rows of the whole vocabulary, shaped one by one: milliseconds each.
+        outcomes: list[Any] = yield Apart(lambda: self._decide(finished, logits))
+        return outcomes
 
     def _decide(self, finished: list[Finished], logits: torch.Tensor) -> list[Any]:
         """The role's outcome for each."""
@@ -397,6 +430,8 @@ class Engine:
                 if entry.task.is_tainted:
                     self._wipe(entry.task.session)
                 self._desk.commit(entry.task, outcome)
+                if not isinstance(outcome, Part):
+                    self._ahead.consider(entry.task, outcome)
 
     def _fail(self, task: Task, error: SpecmeshError) -> None:
         if isinstance(error, NumericFault):

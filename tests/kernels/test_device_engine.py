@@ -72,7 +72,7 @@ def make_engine(side: str, folder: Path, device: str, *, on_device: bool, pages:
         make = DeviceProposer if side == "draft" else DeviceVerifier
         device_side = make(VOCAB, MAX_SLOTS, MAX_DRAFT_TOKENS, decoder.device)
     if side == "draft":
-        role: Any = Proposer(MAX_DRAFT_TOKENS)
+        role: Any = Proposer(MAX_DRAFT_TOKENS, *([device_side.can_draw] if on_device else []))
     else:
         options = VerifierOptions(VOCAB, MAX_DRAFT_TOKENS)
         check = RedrawCheck(1.0)

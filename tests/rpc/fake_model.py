@@ -25,8 +25,9 @@ class PrefixCache:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.slots = np.full((num_pages, page_size), EMPTY, dtype=np.int64)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.slots[target] = self.slots[source]
+    def copy_pages(self, pairs) -> None:
+        for source, target in pairs:
+            self.slots[target] = self.slots[source]
 
     def clear_pages(self, pages) -> None:
         self.slots[list(pages)] = EMPTY

@@ -16,8 +16,9 @@ import pytest
 
 from coordinator import verdicts
 from coordinator.drafting import Drafting
+from coordinator.foresight import Foresight
 from coordinator.links import ReplicaLink
-from coordinator.messages import Verdict
+from coordinator.messages import Ahead, Verdict
 from coordinator.protocol import Session as Protocol
 from coordinator.stops import Output, Shown
 from coordinator.tally import Round
@@ -193,7 +194,7 @@ def shared_page_rewritten(patch: MonkeyPatch) -> None:
 
 def copy_forgotten(patch: MonkeyPatch) -> None:
     """A page that takes the place of a shared one starts out empty."""
-    patch.setattr(TinyCache, "copy_page", lambda self, source, target: None)
+    patch.setattr(TinyCache, "copy_pages", lambda self, pairs: None)
 
 
 def preempted_segment_runs(patch: MonkeyPatch) -> None:
@@ -240,6 +241,30 @@ def resume_from_nothing(patch: MonkeyPatch) -> None:
 def no_deadline_for_drafts(patch: MonkeyPatch) -> None:
     """A round waits for its candidates however long that takes."""
     patch.setattr(Drafting, "_start_timer", lambda self, timer: None)
+
+
+def forks_drafted_without_copies(patch: MonkeyPatch) -> None:
+    """What is drafted ahead is written into the session's own pages."""
+    patch.setattr(PageTables, "_immutable", lambda self, session, length: [])
+
+
+def outcome_told_of_other_candidates(patch: MonkeyPatch) -> None:
+    """A draft whose own answer differs from what it had drafted ahead is told that as many of it
+    were kept."""
+    keep = Foresight.keep
+
+    def reordered(self: Foresight, drafted: Sequence[int], ahead: Ahead) -> None:
+        keep(self, drafted, ahead)
+        for path, each in self._by_path.items():  # what other rounding might have drawn
+            self._by_path[path] = replace(each, tokens=each.tokens[::-1], rows=each.rows[::-1])
+
+    def answered(self: Foresight, tokens: Sequence[int]) -> int:
+        right(self, self._taken or tokens)
+        return self._num_accepted
+
+    right = Foresight.answered
+    patch.setattr(Foresight, "keep", reordered)
+    patch.setattr(Foresight, "answered", answered)
 
 
 def cached_prefix_not_compared(patch: MonkeyPatch) -> None:
@@ -299,6 +324,7 @@ class Bug:
 
 
 _TIGHT = {"num_requests": 4, "page_size": 2, "target_pages": 14, "draft_pages": 14}
+_AHEAD = {"num_ahead": 16, "rules": ("residual",), "own_weight": 0.2}
 _PLAIN = {"num_draft_tokens": 0, "plain_steps": 16, "chain_lens": (1, 2, 3)}
 BUGS = (
     Bug(rejected_kv_kept),
@@ -321,6 +347,8 @@ BUGS = (
         Faults(coordinator_crashes=3, window_s=0.2),
     ),
     Bug(no_deadline_for_drafts, faults=Faults(drop=0.1)),
+    Bug(forks_drafted_without_copies, _AHEAD),
+    Bug(outcome_told_of_other_candidates, _AHEAD),
     Bug(cached_prefix_not_compared, {"num_requests": 3}),
     Bug(reset_link_stays_down, faults=Faults(resets=6, window_s=0.2)),
 )

@@ -215,7 +215,7 @@ def explore(
 
 
 def small_run(
-    rule: str, k: int, place: str, num_targets: int = 1
+    rule: str, k: int, place: str, num_targets: int = 1, num_ahead: int = 0
 ) -> tuple[Setup, pb.GenerateRequest]:
     """A request of four tokens: the prompt's round, then two or three more."""
     setup = Setup(
@@ -226,6 +226,7 @@ def small_run(
         num_coordinators=1,
         num_requests=1,
         num_draft_tokens=k,
+        num_ahead=num_ahead,
         steady=True,
         pass_s=0.001,
         faults=Faults(latency_s=0.001, window_s=0.1),

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from coordinator.detokenizer import Detokenizer
 from coordinator.messages import (
     Action,
+    Ahead,
     Audit,
     Begin,
     Close,
     Closing,
     Command,
+    Continuation,
     Decide,
     Decided,
     Deferred,
@@ -200,9 +202,15 @@ class FakeService(ABC):
 
 
 class FakeDraft(FakeService):
-    """Proposes with `model`. corrupt(proposal) may spoil what it sends."""
+    """Proposes with `model`. corrupt(proposal) may spoil what it sends.
+
+    Where continuations are wanted it foresees every outcome, and drafts on with `ahead_model`, by
+    default its own; spoil(ahead) may spoil them. Rows are stood for by the tokens drawn.
+    """
 
     side = Side.DRAFT
+    ahead_model: Callable[[Sequence[int]], int] | None = None
+    spoil: Callable[[Ahead], Ahead] = staticmethod(lambda ahead: ahead)
 
     def __init__(
         self,
@@ -215,6 +223,7 @@ class FakeDraft(FakeService):
         self.model = model
         self.corrupt = corrupt
         self.max_len = 1 << 20
+        self._wishes: deque[tuple[Propose, list[int], tuple[int, ...]]] = deque()
 
     def _work(self, session: FakeSession, command: Verify | Propose) -> Reply:
         assert isinstance(command, Propose)
@@ -224,7 +233,37 @@ class FakeDraft(FakeService):
             tokens.append(self.model(tokens))
         ledger.begin_round(k)
         session.feed(tokens, ledger.confirmed_len + max(0, k - 1))
-        return self._reply(command, self.corrupt(Proposal(tuple(tokens[ledger.confirmed_len :]))))
+        drafted = tuple(tokens[ledger.confirmed_len :])
+        self._wishes.clear()  # overtaken
+        if command.num_ahead:
+            self._wishes.append((command, list(ledger.tokens), drafted))
+        return self._reply(command, self.corrupt(self._proposal(command, drafted)))
+
+    @staticmethod
+    def _proposal(command: Propose, drafted: tuple[int, ...]) -> Proposal:
+        return Proposal(drafted, rows=drafted if command.num_ahead else ())
+
+    @property
+    def foresees(self) -> bool:
+        """Whether it still has something to say of its last proposal."""
+        return bool(self._wishes)
+
+    def look_ahead(self) -> Reply | None:
+        """What follows the last proposal; None where nobody wants to know."""
+        if not self._wishes:
+            return None
+        command, base, drafted = self._wishes.popleft()
+        model = self.ahead_model or self.model
+        found = []
+        for num_kept in range(len(drafted) + 1):
+            path = [*base, *drafted[:num_kept]]
+            path.append(next_token(path))
+            tokens = list(path)
+            for _ in drafted:
+                tokens.append(model(tokens))
+            proposal = self._proposal(command, tuple(tokens[len(path) :]))
+            found.append(Continuation(num_kept, path[-1], proposal))
+        return self._reply(command, self.spoil(Ahead(tuple(found))))
 
 
 class FakeTarget(FakeService):
@@ -360,7 +399,11 @@ class Loopback:
         return self.ended
 
     def work(self) -> None:
-        """Every target that is at work takes its next chain."""
+        """Every target that is at work takes its next chain; every draft foresees what it may."""
+        for draft in self.drafts.values():
+            ahead = draft.look_ahead()
+            if ahead is not None:
+                self.inbox.append(ahead)
         for target in self.targets.values():
             part = target.go_on()
             if part is not None:

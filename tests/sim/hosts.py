@@ -98,6 +98,7 @@ class SimEngine(Engine):
         self._loop, self._node, self._pass_s = loop, node, pass_s
         self._executor = CheckedExecutor(self._executor._device, self._observers.clock_ns)
         self._executor.role, self._executor.next_chain = self._role, next_chain
+        self._ahead._executor = self._executor
         self._is_busy = False
         self.after_turn: Callable[[], None] = lambda: None
         put = self._inbox.put
@@ -135,7 +136,7 @@ class SimEngine(Engine):
         if ran:
             self.after_turn()
         self._is_busy = False
-        if (ran and self._scheduler.has_work) or not self._inbox.empty():
+        if self._can_run(after=ran) or not self._inbox.empty():
             self._wake()
 
 
@@ -154,12 +155,19 @@ class LyingProposer(Proposer):
     def __init__(self, max_num_draft_tokens: int, rng: random.Random, lies: Any) -> None:
         super().__init__(max_num_draft_tokens)
         self._rng, self._lies = rng, lies
+        self._has_lied = False  # since it was asked last: it knows better than to believe itself
 
     def _proposal(self, drafting: Any) -> draft_pb2.Proposal:
         proposal = super()._proposal(drafting)
         if proposal.tokens and self._lies():
             self._spoil(proposal)
+            self._has_lied = True
         return proposal
+
+    def outlooks(self, task: Any, answer: Any) -> Any:
+        """Nothing follows from a lie."""
+        has_lied, self._has_lied = self._has_lied, False
+        return () if has_lied else super().outlooks(task, answer)
 
     def _spoil(self, proposal: draft_pb2.Proposal) -> None:
         kind = self._rng.choice(("other", "outside", "more", "fewer", "row", "rows", "nan"))
@@ -355,6 +363,7 @@ class CoordinatorHost:
                 setup.max_running,
                 setup.max_unread_chunks,
                 setup.plain_steps,
+                setup.num_ahead,
             )
         )
         letters: Any = Letters()
@@ -407,7 +416,7 @@ _SETTINGS: dict[tuple[Any, ...], CoordinatorSettings] = {}
 def coordinator_settings(key: tuple[Any, ...]) -> CoordinatorSettings:
     """Settings of a run; building them takes longer than a request."""
     if key not in _SETTINGS:
-        num_draft_tokens, audit_ratio, draft_prefill, max_running, max_unread, steps = key
+        num_draft_tokens, audit_ratio, draft_prefill, max_running, max_unread, steps, ahead = key
         _SETTINGS[key] = CoordinatorSettings(
             tokenizer=Path("."),
             links=LINKS,
@@ -419,6 +428,7 @@ def coordinator_settings(key: tuple[Any, ...]) -> CoordinatorSettings:
                 audit_ratio=audit_ratio,
                 draft_prefill=draft_prefill,
                 plain_steps=steps,
+                num_ahead=ahead,
             ),
         )
     return _SETTINGS[key]

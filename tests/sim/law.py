@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kernels.streams import Purpose
 from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 from tests.sim.options import Setup
@@ -37,6 +38,7 @@ class Tape:
     def __init__(self, script: Sequence[int]) -> None:
         self._script = script
         self._known: dict[tuple[Any, ...], tuple[Options, Any]] = {}
+        self._located: dict[tuple[Any, ...], Sequence[Fraction]] = {}
         self.taken: list[tuple[int, int]] = []  # (option, number of options) of each question
         self.probability = Fraction(1)
 
@@ -47,11 +49,29 @@ class Tape:
             if known != options:
                 raise NoiseReused(f"{key}: {known}, then {options}")
             return answer
+        answer = self._choose(options)
+        self._known[key] = (options, answer)
+        return answer
+
+    def locate(self, key: tuple[Any, ...], options: Options) -> Any:
+        """The same where one stream may be asked for several laws, of which one will count: its
+        uniform is located, further with every question, among the options laid side by side."""
+        low, high = self._located.get(key, (Fraction(0), Fraction(1)))
+        cells = []
+        end = Fraction(0)
+        for answer, probability in options:
+            begin, end = end, end + probability
+            width = min(high, end) - max(low, begin)
+            if width > 0:
+                cells.append(((answer, max(low, begin), min(high, end)), width / (high - low)))
+        answer, *self._located[key] = cells[0][0] if len(cells) == 1 else self._choose(tuple(cells))
+        return answer
+
+    def _choose(self, options: Options) -> Any:
         index = self._script[len(self.taken)] if len(self.taken) < len(self._script) else 0
         self.taken.append((index, len(options)))
         answer, probability = options[index]
         self.probability *= probability
-        self._known[key] = (options, answer)
         return answer
 
     def following(self) -> list[int] | None:
@@ -87,7 +107,7 @@ def weights_of(digest: int, salt: int, _own_weight: float, vocab_size: int) -> T
 
 
 @contextmanager
-def _taped(tape: Tape) -> Iterator[None]:
+def _taped(tape: Tape, *, drafts_ahead: bool) -> Iterator[None]:
     def race(
         weights: Tensor, seed: int, position: int, base_len: int, purpose: int, ids: Any = None
     ) -> int:
@@ -95,7 +115,9 @@ def _taped(tape: Tape) -> Iterator[None]:
         masses = [Fraction(float(weight)) for weight in weights]
         total = sum(masses)
         options = tuple((t, m / total) for t, m in zip(names, masses, strict=True) if m)
-        return int(tape.ask((seed, position, base_len, int(purpose)), options))
+        is_of_many = drafts_ahead and purpose == Purpose.PROPOSE
+        answer = tape.locate if is_of_many else tape.ask
+        return int(answer((seed, position, base_len, int(purpose)), options))
 
     def races(
         rows: Sequence[tuple[Tensor, Tensor]],
@@ -139,7 +161,7 @@ def law_of_system(
     num_runs = 0
     while script is not None:
         tape = Tape(script)
-        with _taped(tape):
+        with _taped(tape, drafts_ahead=setup.num_ahead > 0):
             world = World(setup, [request], crashes)
             report = world.run()
         assert not report.failures, (crashes, script, report.failures)

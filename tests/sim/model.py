@@ -58,10 +58,11 @@ class TinyCache:
             raise WrongWrite(f"page {slot // self.page_size} is shared or published")
         self.slots[slot] = (token, digest)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self.page_size
-        copied = self.slots[source * size : (source + 1) * size]
-        self.slots[target * size : (target + 1) * size] = copied
+        for source, target in pairs:
+            copied = self.slots[source * size : (source + 1) * size]
+            self.slots[target * size : (target + 1) * size] = copied
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         for page in pages:

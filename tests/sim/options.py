@@ -68,6 +68,7 @@ class Setup:
     num_draft_tokens: int | None = None
     plain_steps: int = 4
     chain_lens: tuple[int, ...] = (1,)
+    num_ahead: int = 0
     audit_ratio: float = 0.0
     draft_prefill: str = "auto"
     one_device: bool = False
@@ -143,7 +144,9 @@ def drawn_setup(seed: int) -> Setup:
         plain_steps=rng.choice((1, 4, 16, 64)),
         chain_lens=rng.choice(((1,), (1, 2, 3), (4, 1), (8,))),
     )
-    return replace(setup, num_draft_tokens=0) if rng.random() < 0.15 else setup
+    if rng.random() < 0.15:
+        setup = replace(setup, num_draft_tokens=0)
+    return replace(setup, num_ahead=rng.choice((0, 3, 16)))
 
 
 def without(setup: Setup, *names: str) -> Setup:

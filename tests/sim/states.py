@@ -19,7 +19,7 @@ from protos.specmesh.v1 import draft_pb2, target_pb2
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-_SHARED = {"plan", "ledger", "actions"}  # of the draft's machine: told elsewhere
+_SHARED = {"plan", "ledger", "actions", "foresight"}  # of the draft's machine: told elsewhere
 _RESPONSES = {
     "target": target_pb2.TargetServiceLinkResponse,
     "draft": draft_pb2.DraftServiceLinkResponse,
@@ -81,6 +81,7 @@ def _coordinator(coordinator: Any) -> list[object]:
             session = driver._session
             draft = {k: v for k, v in vars(session.draft).items() if k[1:] not in _SHARED}
             parts += [driver.session_id, session.stage, session.ledger.tokens, session.target]
+            parts.append(sorted(vars(session.draft._foresight).items()))
             parts += [draft, session._round, session.round_index, session._first_round]
             parts += [session._plain_steps, driver._opened_on_rows, driver._inbox]
             parts.append(len(driver._output))
@@ -92,6 +93,7 @@ def _service(host: Any) -> list[object]:
     engine = host.engine
     parts: list[object] = [(host.is_up, host.pool.num_free, engine._is_busy)]
     parts.append((engine._inbox.empty(), engine._scheduler.num_waiting))
+    parts.append([wish.request.command.round for wish in engine._ahead._wishes.values()])
     for session in engine._table:
         at_work = session.task is not None
         parts.append((session.session_id, session.epoch, session.ledger, session.answered, at_work))

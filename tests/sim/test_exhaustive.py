@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from coordinator.foresight import Foresight
+from coordinator.messages import Proposal
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.ledger import Ledger
 from tests.sim.bugs import resume_from_nothing
@@ -23,6 +27,26 @@ def test_one_fault_at_every_step(k: int, place: str) -> None:
     assert found.failures == []
     assert set(found.faults) == {"none", *FAULTS}
     assert found.num_runs > 100
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_one_fault_at_every_step_of_rounds_drafted_ahead(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where rounds begin with candidates that were drafted ahead."""
+    taken: list[int] = []
+    take = Foresight.take
+
+    def counted(self: Foresight, path: Sequence[int], num_draft_tokens: int) -> Proposal | None:
+        proposal = take(self, path, num_draft_tokens)
+        taken.append(proposal is not None)
+        return proposal
+
+    monkeypatch.setattr(Foresight, "take", counted)
+    found = explore(*small_run("residual", k, "target", num_ahead=6), after_fault=False)
+    assert found.failures == []
+    assert set(found.faults) == {"none", *FAULTS}
+    assert sum(taken) > 50
 
 
 def test_small_runs_have_every_kind_of_round(monkeypatch: pytest.MonkeyPatch) -> None:

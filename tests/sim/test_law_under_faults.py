@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.driver import Driver
-from coordinator.messages import Deliver
+from coordinator.foresight import Foresight
+from coordinator.messages import Deliver, Proposal
 from coordinator.protocol import Session
 from draft_service.proposer import Proposer
 from protos.specmesh.v1 import generation_pb2 as pb
@@ -76,6 +77,40 @@ def test_law_under_a_crash(kinds: tuple[str, ...]) -> None:
     setup, request = tiny()
     for at_s in (0.0105, 0.0185):
         assert law_is_kept(setup, request, crashes_of(kinds, at_s)), at_s
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_law_of_rounds_drafted_ahead(k: int) -> None:
+    """Candidates that were drafted for every outcome on one stream of noise: only those of the
+    outcome that came count, and nothing chose it by them."""
+    setup, request = tiny(k=k)
+    assert law_is_kept(replace(setup, num_ahead=6), request, [])
+
+
+@pytest.mark.parametrize(
+    "kinds", [("target",), ("draft",), ("coordinator",), ("coordinator", "draft")], ids="+".join
+)
+def test_law_of_rounds_drafted_ahead_under_a_crash(kinds: tuple[str, ...]) -> None:
+    """The same, with what was drafted ahead lost, or kept for a round that is done again."""
+    setup, request = tiny(max_tokens=3)
+    for at_s in (0.0105, 0.0145):
+        assert law_is_kept(replace(setup, num_ahead=6), request, crashes_of(kinds, at_s)), at_s
+
+
+def test_a_choice_by_what_was_drafted_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are there before the round begins: how many of them it takes must not depend on
+    which they are."""
+    take = Foresight.take
+
+    def picky(self: Foresight, path: Sequence[int], num_draft_tokens: int) -> Proposal | None:
+        found = take(self, path, num_draft_tokens)
+        if found is not None and found.tokens[-1] == 0:
+            return Proposal(found.tokens[:-1], found.rows[:-1], found.dropped_mass[:-1])
+        return found
+
+    monkeypatch.setattr(Foresight, "take", picky)
+    setup, request = tiny(k=2)
+    assert not law_is_kept(replace(setup, num_ahead=6), request, [])
 
 
 def crashes_of(kinds: Sequence[str], at_s: float) -> list[Crash]:

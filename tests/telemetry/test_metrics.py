@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -65,6 +66,9 @@ def test_a_round_adds_what_its_record_says() -> None:
     assert found["specmesh_wire_bytes_total{direction=sent,side=target}"] == 4400
     assert found["specmesh_round_duration_seconds_sum"] == pytest.approx(0.028)
     assert found["specmesh_round_retries_total"] == 2
+    assert found["specmesh_ahead_rounds_total"] == 0
+    metrics.observe_round(replace(ROUND, was_ahead=True))
+    assert values(metrics.registry)["specmesh_ahead_rounds_total"] == 1
     assert found["specmesh_dropped_mass_total"] == pytest.approx(0.016)
 
 

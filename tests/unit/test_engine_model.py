@@ -184,13 +184,13 @@ def test_shared_pages_serve_two_sequences(llama) -> None:
     torch.testing.assert_close(decoder.forward(batch, cache), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_copy_page_and_clear_pages(llama) -> None:
+def test_copy_pages_and_clear_pages(llama) -> None:
     """A copied page reads as the original after the original is cleared."""
     decoder, model = llama
     tokens = random_tokens(12, 8)
     cache = decoder.new_cache(3, PAGE)
     decoder.forward(StepBatch.pack([tokens[:11]], [0], [[1]], [], page_size=PAGE), cache)
-    cache.copy_page(1, 2)
+    cache.copy_pages([(1, 2)])
     cache.clear_pages([1])
     assert not any(pool[:, 1].any() for pool in cache.pools)
     batch = StepBatch.pack([tokens[11:]], [11], [[2]], [0], page_size=PAGE)

@@ -16,6 +16,7 @@ from coordinator.messages import (
     Finish,
     Lost,
     Opened,
+    Rule,
     Send,
     Side,
     StartTimer,
@@ -115,15 +116,22 @@ class Chaos:
         return None
 
 
+@pytest.mark.parametrize("num_ahead", [0, 16])
 @pytest.mark.parametrize("block", range(20))
-def test_random_faults_never_change_the_output(block: int) -> None:
+def test_random_faults_never_change_the_output(block: int, num_ahead: int) -> None:
     """20 seeds a block: whatever is lost, late, doubled or refused, the tokens are the same."""
     kinds: set[str] = set()
+    num_ahead_rounds = 0
     for seed in range(20 * block, 20 * block + 20):
         decide_here = seed % 3 == 0
         k = (None, 0, 1, 3, 6)[seed % 5]
         plan = plan_of(
-            decide_here=decide_here, num_draft_tokens=k, max_failovers=100, max_round_retries=3
+            decide_here=decide_here,
+            num_draft_tokens=k,
+            max_failovers=100,
+            max_round_retries=3,
+            rule=Rule.RESIDUAL if num_ahead else Rule.COUPLED,
+            num_ahead=num_ahead,
         )
         loopback = Loopback(
             make_session(plan),
@@ -142,4 +150,6 @@ def test_random_faults_never_change_the_output(block: int) -> None:
         off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
         assert not off, (seed, chaos.kinds, "no fault here is one of content")
         kinds.update(chaos.kinds)
+        num_ahead_rounds += sum(record.was_ahead for record in loopback.records)
     assert len(kinds) >= 6
+    assert (num_ahead_rounds > 20) == (num_ahead > 0)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.specmesh.v1 import session_pb2 as protos_dot_specmesh_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/specmesh/v1/draft.proto\x12\x0bspecmesh.v1\x1a protos/specmesh/v1/session.proto\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"C\n\x1b\x44raftServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specmesh.v1.ModelInfo\"F\n\x17\x44raftServiceLinkRequest\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.specmesh.v1.DraftCommand\"m\n\x18\x44raftServiceLinkResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.specmesh.v1.DraftResult\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.specmesh.v1.ServiceLoad\"\xf4\x01\n\x0c\x44raftCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12(\n\x05trace\x18\x04 \x01(\x0b\x32\x19.specmesh.v1.TraceContext\x12(\n\x04open\x18\x05 \x01(\x0b\x32\x18.specmesh.v1.OpenSessionH\x00\x12\'\n\x07propose\x18\x06 \x01(\x0b\x32\x14.specmesh.v1.ProposeH\x00\x12*\n\x05\x63lose\x18\x07 \x01(\x0b\x32\x19.specmesh.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"N\n\x07Propose\x12)\n\x06prefix\x18\x01 \x01(\x0b\x32\x19.specmesh.v1.PrefixUpdate\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\"\xa1\x03\n\x0b\x44raftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12,\n\x06opened\x18\x04 \x01(\x0b\x32\x1a.specmesh.v1.SessionOpenedH\x00\x12)\n\x08proposal\x18\x05 \x01(\x0b\x32\x15.specmesh.v1.ProposalH\x00\x12,\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x1a.specmesh.v1.SessionClosedH\x00\x12)\n\x08\x64\x65\x66\x65rred\x18\x07 \x01(\x0b\x32\x15.specmesh.v1.DeferredH\x00\x12*\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x19.specmesh.v1.CommandErrorH\x00\x12\'\n\x06\x62\x65\x66ore\x18\t \x01(\x0b\x32\x17.specmesh.v1.Boundaries\x12&\n\x05\x61\x66ter\x18\n \x01(\x0b\x32\x17.specmesh.v1.Boundaries\x12\'\n\x06timing\x18\x0b \x01(\x0b\x32\x17.specmesh.v1.StepTimingB\x08\n\x06result\"b\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x30\n\rdistributions\x18\x02 \x03(\x0b\x32\x19.specmesh.v1.Distribution\x12\x14\n\x0c\x64ropped_mass\x18\x03 \x03(\x02\x32\xc5\x01\n\x0c\x44raftService\x12\\\n\x07GetInfo\x12\'.specmesh.v1.DraftServiceGetInfoRequest\x1a(.specmesh.v1.DraftServiceGetInfoResponse\x12W\n\x04Link\x12$.specmesh.v1.DraftServiceLinkRequest\x1a%.specmesh.v1.DraftServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/specmesh/v1/draft.proto\x12\x0bspecmesh.v1\x1a protos/specmesh/v1/session.proto\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"C\n\x1b\x44raftServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specmesh.v1.ModelInfo\"F\n\x17\x44raftServiceLinkRequest\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.specmesh.v1.DraftCommand\"m\n\x18\x44raftServiceLinkResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.specmesh.v1.DraftResult\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.specmesh.v1.ServiceLoad\"\xf4\x01\n\x0c\x44raftCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12(\n\x05trace\x18\x04 \x01(\x0b\x32\x19.specmesh.v1.TraceContext\x12(\n\x04open\x18\x05 \x01(\x0b\x32\x18.specmesh.v1.OpenSessionH\x00\x12\'\n\x07propose\x18\x06 \x01(\x0b\x32\x14.specmesh.v1.ProposeH\x00\x12*\n\x05\x63lose\x18\x07 \x01(\x0b\x32\x19.specmesh.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"a\n\x07Propose\x12)\n\x06prefix\x18\x01 \x01(\x0b\x32\x19.specmesh.v1.PrefixUpdate\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_ahead\x18\x03 \x01(\r\"\xc6\x03\n\x0b\x44raftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12,\n\x06opened\x18\x04 \x01(\x0b\x32\x1a.specmesh.v1.SessionOpenedH\x00\x12)\n\x08proposal\x18\x05 \x01(\x0b\x32\x15.specmesh.v1.ProposalH\x00\x12,\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x1a.specmesh.v1.SessionClosedH\x00\x12)\n\x08\x64\x65\x66\x65rred\x18\x07 \x01(\x0b\x32\x15.specmesh.v1.DeferredH\x00\x12*\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x19.specmesh.v1.CommandErrorH\x00\x12#\n\x05\x61head\x18\x0c \x01(\x0b\x32\x12.specmesh.v1.AheadH\x00\x12\'\n\x06\x62\x65\x66ore\x18\t \x01(\x0b\x32\x17.specmesh.v1.Boundaries\x12&\n\x05\x61\x66ter\x18\n \x01(\x0b\x32\x17.specmesh.v1.Boundaries\x12\'\n\x06timing\x18\x0b \x01(\x0b\x32\x17.specmesh.v1.StepTimingB\x08\n\x06result\"9\n\x05\x41head\x12\x30\n\rcontinuations\x18\x01 \x03(\x0b\x32\x19.specmesh.v1.Continuation\"d\n\x0c\x43ontinuation\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x15\n\rclosing_token\x18\x02 \x01(\r\x12\'\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.specmesh.v1.Proposal\"b\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x30\n\rdistributions\x18\x02 \x03(\x0b\x32\x19.specmesh.v1.Distribution\x12\x14\n\x0c\x64ropped_mass\x18\x03 \x03(\x02\x32\xc5\x01\n\x0c\x44raftService\x12\\\n\x07GetInfo\x12\'.specmesh.v1.DraftServiceGetInfoRequest\x1a(.specmesh.v1.DraftServiceGetInfoResponse\x12W\n\x04Link\x12$.specmesh.v1.DraftServiceLinkRequest\x1a%.specmesh.v1.DraftServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,11 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTCOMMAND']._serialized_start=364
   _globals['_DRAFTCOMMAND']._serialized_end=608
   _globals['_PROPOSE']._serialized_start=610
-  _globals['_PROPOSE']._serialized_end=688
-  _globals['_DRAFTRESULT']._serialized_start=691
-  _globals['_DRAFTRESULT']._serialized_end=1108
-  _globals['_PROPOSAL']._serialized_start=1110
-  _globals['_PROPOSAL']._serialized_end=1208
-  _globals['_DRAFTSERVICE']._serialized_start=1211
-  _globals['_DRAFTSERVICE']._serialized_end=1408
+  _globals['_PROPOSE']._serialized_end=707
+  _globals['_DRAFTRESULT']._serialized_start=710
+  _globals['_DRAFTRESULT']._serialized_end=1164
+  _globals['_AHEAD']._serialized_start=1166
+  _globals['_AHEAD']._serialized_end=1223
+  _globals['_CONTINUATION']._serialized_start=1225
+  _globals['_CONTINUATION']._serialized_end=1325
+  _globals['_PROPOSAL']._serialized_start=1327
+  _globals['_PROPOSAL']._serialized_end=1425
+  _globals['_DRAFTSERVICE']._serialized_start=1428
+  _globals['_DRAFTSERVICE']._serialized_end=1625
 # @@protoc_insertion_point(module_scope)

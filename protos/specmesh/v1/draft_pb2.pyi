@@ -50,15 +50,17 @@ class DraftCommand(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., trace: _Optional[_Union[_session_pb2.TraceContext, _Mapping]] = ..., open: _Optional[_Union[_session_pb2.OpenSession, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., close: _Optional[_Union[_session_pb2.CloseSession, _Mapping]] = ...) -> None: ...
 
 class Propose(_message.Message):
-    __slots__ = ("prefix", "num_draft_tokens")
+    __slots__ = ("prefix", "num_draft_tokens", "num_ahead")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
     prefix: _session_pb2.PrefixUpdate
     num_draft_tokens: int
-    def __init__(self, prefix: _Optional[_Union[_session_pb2.PrefixUpdate, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    num_ahead: int
+    def __init__(self, prefix: _Optional[_Union[_session_pb2.PrefixUpdate, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_ahead: _Optional[int] = ...) -> None: ...
 
 class DraftResult(_message.Message):
-    __slots__ = ("session_id", "epoch", "round", "opened", "proposal", "closed", "deferred", "error", "before", "after", "timing")
+    __slots__ = ("session_id", "epoch", "round", "opened", "proposal", "closed", "deferred", "error", "ahead", "before", "after", "timing")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,7 @@ class DraftResult(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     DEFERRED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
@@ -78,10 +81,27 @@ class DraftResult(_message.Message):
     closed: _session_pb2.SessionClosed
     deferred: _session_pb2.Deferred
     error: _session_pb2.CommandError
+    ahead: Ahead
     before: _session_pb2.Boundaries
     after: _session_pb2.Boundaries
     timing: _session_pb2.StepTiming
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., opened: _Optional[_Union[_session_pb2.SessionOpened, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., closed: _Optional[_Union[_session_pb2.SessionClosed, _Mapping]] = ..., deferred: _Optional[_Union[_session_pb2.Deferred, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.CommandError, _Mapping]] = ..., before: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., after: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., timing: _Optional[_Union[_session_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., opened: _Optional[_Union[_session_pb2.SessionOpened, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., closed: _Optional[_Union[_session_pb2.SessionClosed, _Mapping]] = ..., deferred: _Optional[_Union[_session_pb2.Deferred, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.CommandError, _Mapping]] = ..., ahead: _Optional[_Union[Ahead, _Mapping]] = ..., before: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., after: _Optional[_Union[_session_pb2.Boundaries, _Mapping]] = ..., timing: _Optional[_Union[_session_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class Ahead(_message.Message):
+    __slots__ = ("continuations",)
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
+    def __init__(self, continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ...) -> None: ...
+
+class Continuation(_message.Message):
+    __slots__ = ("num_accepted", "closing_token", "proposal")
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    num_accepted: int
+    closing_token: int
+    proposal: Proposal
+    def __init__(self, num_accepted: _Optional[int] = ..., closing_token: _Optional[int] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("tokens", "distributions", "dropped_mass")

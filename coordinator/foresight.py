@@ -1,0 +1,84 @@
+"""What a draft has drafted ahead: proposals for the next round, by how this one may end.
+
+While the target verifies a round, its draft has nothing to do. It then drafts on from the likeliest
+outcomes, and a round that ends in one of them is followed at once: its candidates need no way to
+the draft and back. A proposal drafted ahead is the one that the draft would answer with, from the
+same prefix with the same noise, so that taking it bends no law (THEORY section 6).
+
+Pure. Owns which continuation fits, and how far the candidates of a round that took one are those
+of the draft's own answer, which comes later: a draft keeps K/V for no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.messages import Ahead, Proposal
+
+
+class Foresight:
+    """Mutable; one per draft's side of a session.
+
+    num_shared: leading candidates of the round judged last that the draft's last answer has too.
+    """
+
+    def __init__(self, stop_ids: frozenset[int]) -> None:
+        self._stop_ids = stop_ids
+        self._by_path: dict[tuple[int, ...], Proposal] = {}
+        self._taken: tuple[int, ...] | None = None
+        self._num_accepted = 0  # of the round that took them
+        self.num_shared = 0
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether a round took candidates that the draft's own answer is still to come for."""
+        return self._taken is not None
+
+    def keep(self, drafted: Sequence[int], ahead: Ahead) -> None:
+        """Remember the continuations of the proposal `drafted`, by the tokens that lead to each."""
+        self._by_path = {
+            (*drafted[: each.num_accepted], each.closing_token): each.proposal
+            for each in ahead.continuations
+        }
+
+    def forget(self) -> None:
+        """What was drafted ahead continues nothing any more."""
+        self._by_path = {}
+
+    def take(self, path: Sequence[int], num_draft_tokens: int) -> Proposal | None:
+        """The first num_draft_tokens candidates behind `path`, the tokens since the proposal's
+        prefix; None where they were not drafted. The draft's own answer is awaited from here on."""
+        found = self._by_path.get(tuple(path))
+        if found is None or not num_draft_tokens:
+            return None
+        tokens = found.tokens[:num_draft_tokens]
+        if len(tokens) < num_draft_tokens and tokens[-1] not in self._stop_ids:
+            return None
+        self._taken, self._num_accepted = tokens, 0
+        count = len(tokens)
+        return Proposal(tokens, found.rows[:count], found.dropped_mass[:count])
+
+    def judged(self, num_accepted: int) -> int | None:
+        """How many candidates were kept of the last round that had some: how many of the draft's
+        last answer that are. None while that answer is still to come."""
+        if self.is_unconfirmed:
+            self._num_accepted = num_accepted
+            return None
+        return min(num_accepted, self.num_shared)
+
+    def answered(self, tokens: Sequence[int]) -> int:
+        """The draft's own answer: how many of its candidates are known to be kept."""
+        if self._taken is None:
+            self.num_shared = len(tokens)
+            return 0
+        pairs = zip(self._taken, tokens, strict=False)
+        self.num_shared = next(
+            (index for index, (taken, own) in enumerate(pairs) if taken != own),
+            min(len(self._taken), len(tokens)),
+        )
+        self._taken = None
+        return min(self._num_accepted, self.num_shared)
+
+    def unanswered(self) -> None:
+        """The draft gives no answer for what a round has taken: it keeps K/V for none of it."""
+        self._taken, self.num_shared = None, 0
