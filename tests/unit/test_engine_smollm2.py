@@ -1,6 +1,7 @@
 """The shipped pair: its conversion, its text and its acceptance, against transformers."""
 
 import asyncio
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +172,20 @@ def check_greedy(
 
 
 def test_logits_match_transformers(target: Decoder, reference: Any, tokenizer: Tokenizer) -> None:
-    """Prefill and cached decode agree within 1e-4 and the rounding of logits of order 40."""
+    """Prefill and cached decode are at most twice as far from transformers in float64 as
+    transformers in float32 is, at most and on average: how far that is depends on the processor."""
     tokens = tokenizer.chat([{"role": "user", "content": PROMPTS[2]}])
     with torch.no_grad():
-        expected = reference(torch.tensor([tokens])).logits[0]
+        rounded = reference(torch.tensor([tokens])).logits[0]
+        exact = deepcopy(reference).double()(torch.tensor([tokens])).logits[0]
     cache, table = target.new_cache(2, PAGE), [[1, 0]]
     prefill = StepBatch.pack([tokens[:-1]], [0], table, range(len(tokens) - 1), page_size=PAGE)
     decode = StepBatch.pack([tokens[-1:]], [len(tokens) - 1], table, [0], page_size=PAGE)
     logits = torch.cat([target.forward(prefill, cache), target.forward(decode, cache)])
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=5e-6)
+    theirs, ours = (rounded - exact).abs(), (logits - exact).abs()
+    assert theirs.max() < 1e-3, "float64 computes the same model"
+    assert ours.max() <= 2.0 * theirs.max()
+    assert ours.mean() <= 2.0 * theirs.mean()
 
 
 def test_tokenizer_is_transformers(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
