@@ -18,7 +18,7 @@ Outcomes are ranked by the product. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,34 +62,47 @@ def likely_outcomes(
     behind: session_pb2.Distribution | None,
     noise: Noise,
     num_outcomes: int,
-) -> Iterator[tuple[int, int]]:
-    """(candidates kept, closing token) of at most num_outcomes outcomes, by candidates kept.
+) -> list[tuple[int, int]]:
+    """(candidates kept, closing token) of at most num_outcomes outcomes, the likeliest first.
 
     proposal: of sparse rows. behind: the row behind all candidates, None where it is not known.
     """
+    ids = closing_ids(proposal, behind, noise)
+    return [
+        (kept, ids[kept][place])
+        for kept, place in ranked(len(proposal.tokens), num_outcomes)
+        if kept < len(ids) and place < len(ids[kept])
+    ]
+
+
+def closing_ids(
+    proposal: draft_pb2.Proposal, behind: session_pb2.Distribution | None, noise: Noise
+) -> list[list[int]]:
+    """For each number of candidates kept, MAX_AHEAD ids that may close the round, the likeliest
+    first; for all of them only where `behind` is known."""
     tokens = list(proposal.tokens)
-    counts = shares(len(tokens), num_outcomes)
     races = _races(proposal.distributions, noise, 0, Purpose.RESIDUAL)
-    for kept, (ids, drawn) in enumerate(zip(races, tokens, strict=True)):
-        others = [token for token in ids[: counts[kept] + 1] if token != drawn]
-        yield from ((kept, token) for token in others[: counts[kept]])
+    found = [
+        [token for token in ids if token != drawn] for ids, drawn in zip(races, tokens, strict=True)
+    ]
     if behind is not None:
-        (ids,) = _races([behind], noise, len(tokens), Purpose.BONUS)
-        yield from ((len(tokens), token) for token in ids[: counts[-1]])
+        found += _races([behind], noise, len(tokens), Purpose.BONUS)
+    return [ids[:MAX_AHEAD] for ids in found]
 
 
 @cache
-def shares(num_candidates: int, num_outcomes: int) -> tuple[int, ...]:
-    """How many of the outcomes keep 0, 1, .. num_candidates candidates."""
+def ranked(num_candidates: int, num_outcomes: int) -> tuple[tuple[int, int], ...]:
+    """The num_outcomes likeliest outcomes as (candidates kept, place in the race), in order."""
     ranks = range(1, num_outcomes + 1)
     chances = [
-        (KEPT**kept * (1 - KEPT) * RECOVERED / rank, -kept)
+        (-(KEPT**kept) * (1 - KEPT) * RECOVERED / rank, kept, rank - 1)
         for kept in range(num_candidates)
         for rank in ranks
     ]
-    chances += [(KEPT**num_candidates * BONUS / rank**1.8, -num_candidates) for rank in ranks]
-    chosen = [-kept for _, kept in sorted(chances, reverse=True)[:num_outcomes]]
-    return tuple(chosen.count(kept) for kept in range(num_candidates + 1))
+    chances += [
+        (-(KEPT**num_candidates) * BONUS / rank**1.8, num_candidates, rank - 1) for rank in ranks
+    ]
+    return tuple((kept, place) for _, kept, place in sorted(chances)[:num_outcomes])
 
 
 def _races(

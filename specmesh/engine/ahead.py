@@ -130,12 +130,11 @@ class WorkAhead:
     # ------------------------------------------------------------ forks
 
     def _fork_all(self, wish: _Wish, forks: list[_Fork]) -> None:
-        """Forks for as many outlooks, the first ones first, as pages are free for."""
+        """Forks for the outlooks, the first ones first, that there is room and free pages for."""
         for outlook in self._role.outlooks(wish.task, wish.answer):
             fork = self._fork(wish.session, wish.request, outlook)
-            if fork is None:
-                return
-            forks.append(fork)
+            if fork is not None:
+                forks.append(fork)
 
     def _fork(self, origin: Session, request: Request, outlook: Outlook) -> _Fork | None:
         """None where K/V of the origin is gone, or too few pages are free."""

@@ -230,6 +230,8 @@ def _round_facts(span: StoredSpan) -> Text:
     if num_drafted:
         colour = "green" if num_accepted == num_drafted else "yellow" if num_accepted else "red"
         facts.append(f"accepted {num_accepted} ", style=colour)
+    if span.attributes.get(Key.AHEAD) is True:
+        facts.append("ahead ", style="cyan")
     facts.append(f"+{span.text(Key.CLOSING) or '?'}")
     num_emitted = span.count(Key.NUM_EMITTED)
     facts.append(f" = {num_emitted}" if num_emitted else "", style="bold")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_service.outcomes import Noise, is_foreseeable, likely_outcomes, shares
+from draft_service.outcomes import Noise, is_foreseeable, likely_outcomes, ranked
 from kernels import reference
 from kernels.streams import Purpose
 from protos.specmesh.v1 import draft_pb2, session_pb2
@@ -30,18 +30,24 @@ def proposal(*tokens: int) -> draft_pb2.Proposal:
 
 @pytest.mark.parametrize("num_outcomes", [1, 4, 16, 64])
 @pytest.mark.parametrize("num_candidates", [1, 2, 4, 8])
-def test_outcomes_are_shared_out_by_their_chance(num_candidates: int, num_outcomes: int) -> None:
-    """All of them; fewer, the more candidates are kept; those that keep all come for themselves."""
-    counts = shares(num_candidates, num_outcomes)
-    assert sum(counts) == num_outcomes
-    assert len(counts) == num_candidates + 1
-    rejected = counts[:-1]
-    assert list(rejected) == sorted(rejected, reverse=True)
+def test_outcomes_are_ranked_by_their_chance(num_candidates: int, num_outcomes: int) -> None:
+    """A further place in a race comes behind the one before it, as does one more candidate kept at
+    the same place; fewer outcomes are the beginning of more."""
+    found = ranked(num_candidates, num_outcomes)
+    assert len(found) == len(set(found)) == num_outcomes
+    for index, (kept, place) in enumerate(found):
+        before = found[:index]
+        assert place == 0 or (kept, place - 1) in before
+        assert kept in (0, num_candidates) or (kept - 1, place) in before
+    assert ranked(num_candidates, 64)[:num_outcomes] == found
 
 
 def test_shares_of_a_block_of_four() -> None:
-    """With 16 outcomes for four candidates: seven tokens where the first was rejected."""
-    assert shares(4, 16) == (7, 4, 2, 1, 2)
+    """With 16 outcomes for four candidates: seven tokens where the first was rejected, the first
+    of them before anything else."""
+    kept = [kept for kept, _ in ranked(4, 16)]
+    assert [kept.count(number) for number in range(5)] == [7, 4, 2, 1, 2]
+    assert ranked(4, 3) == ((0, 0), (4, 0), (1, 0))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,13 +77,12 @@ def test_outcomes_are_distinct_and_possible() -> None:
     for num_outcomes in (1, 5, 16, 64):
         outcomes = list(likely_outcomes(drafted, row(9), Noise(1, BASE_LEN), num_outcomes))
         assert len(set(outcomes)) == len(outcomes) <= num_outcomes
-        assert [kept for kept, _ in outcomes] == sorted(kept for kept, _ in outcomes)
         assert all(token in IDS.tolist() for _, token in outcomes)
         assert not {(0, 4), (1, 10)} & set(outcomes)
-        counts = shares(2, num_outcomes)
         for kept in range(2):
-            wanted = min(counts[kept], len(IDS) - 1)
-            assert sum(number == kept for number, _ in outcomes) == wanted
+            wanted = sum(number == kept for number, _ in ranked(2, num_outcomes))
+            found = sum(number == kept for number, _ in outcomes)
+            assert found == min(wanted, len(IDS) - 1)
 
 
 def test_without_the_row_behind_all_candidates_none_of_its_outcomes_comes() -> None:
