@@ -19,7 +19,7 @@ from specmesh.config import AdmissionSettings, SpeculationSettings
 from specmesh.errors import ContextTooLong, InvalidRequest
 from specmesh.randomness import sample_seed
 from specmesh.shaping import validate
-from specmesh.wire import max_dense_rows
+from specmesh.wire import max_dense_rows, max_sparse_rows
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # hold-back keeps at most this much text from the caller
@@ -108,6 +108,8 @@ class Resolved:
         sampled = Rule.COUPLED if is_coupled else Rule.RESIDUAL
         parallel = {"auto": None, "parallel": True, "after_first_token": False}
         with_logprobs = self.sampling.HasField("num_logprobs")
+        num_rows = max_sparse_rows(limits.max_message_bytes)
+        most_ahead = num_rows // max(1, limits.max_num_draft_tokens)  # in one message of the draft
         return SessionPlan(
             prompt=self.prompt,
             max_len=self.max_len,
@@ -125,7 +127,7 @@ class Resolved:
             parallel_prefill=parallel[speculation.draft_prefill],
             max_round_retries=max_round_retries,
             max_failovers=max_failovers,
-            num_ahead=speculation.num_ahead,
+            num_ahead=min(speculation.num_ahead, most_ahead),
             max_rows=max_dense_rows(limits.max_message_bytes, limits.vocab_size, 1 + with_logprobs),
         )
 

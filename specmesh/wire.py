@@ -23,6 +23,7 @@ from specmesh.errors import CorruptFrame, InvalidRequest
 
 MAX_SPARSE_IDS = 1024  # supports up to this many ids count as small
 REST_BYTES = 1 << 16  # of a message with rows, for all else in it
+ROW_OVERHEAD = 64  # bytes of a row beside its ids and values, its token included
 DROPPED_MASS = 0.01  # what RowPolicy auto may drop of a full-support row before the draw
 
 DENSE_F32 = session_pb2.ENCODING_DENSE_F32
@@ -143,6 +144,12 @@ def max_dense_rows(message_bytes: int, vocab_size: int, copies: int = 1) -> int:
     return max(0, message_bytes - REST_BYTES) // (
         _VALUE_TYPES[DENSE_F32].itemsize * vocab_size * copies
     )
+
+
+def max_sparse_rows(message_bytes: int) -> int:
+    """Sparse rows that surely fit into one message, of however many ids."""
+    row_bytes = MAX_SPARSE_IDS * (_ID_TYPE.itemsize + 4) + ROW_OVERHEAD
+    return max(0, message_bytes - REST_BYTES) // row_bytes
 
 
 def encode(row: Row) -> session_pb2.Distribution:

@@ -270,3 +270,25 @@ def test_a_chat_without_any_token_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         silent.resolve(request(chat=message("user", "hi")))
     assert refused.value.field == "chat.messages"
+
+
+def test_no_more_is_drafted_ahead_than_a_message_holds() -> None:
+    """Every continuation may have a full row for each candidate, and all go in one message."""
+    resolved = resolver().resolve(request())
+    asked = SpeculationSettings(num_ahead=64)
+    most = LIMITS.max_num_draft_tokens
+
+    def num_ahead(message_bytes: int) -> int:
+        limits = replace(LIMITS, max_message_bytes=message_bytes)
+        plan = resolved.plan(limits, asked, max_round_retries=1, max_failovers=2)
+        return plan.num_ahead
+
+    assert num_ahead(64 << 20) == 64
+    found = num_ahead(1 << 20)
+    assert 0 < found < 64
+    assert found * most * MAX_SPARSE_IDS * 8 < 1 << 20
+    assert num_ahead(1 << 16) == 0
+    assert (
+        resolved.plan(LIMITS, SpeculationSettings(), max_round_retries=1, max_failovers=2).num_ahead
+        == 0
+    )
