@@ -16,6 +16,7 @@ from protos.specmesh.v1 import session_pb2
 from specmesh.config import AdmissionSettings, SpeculationSettings
 from specmesh.errors import ContextTooLong, InvalidRequest
 from specmesh.randomness import sample_seed
+from specmesh.wire import MAX_SPARSE_IDS
 
 LIMITS = ModelLimits(vocab_size=100, eos_ids=(0, 2), max_context_len=50, max_num_draft_tokens=6)
 
@@ -275,20 +276,16 @@ def test_a_chat_without_any_token_is_refused() -> None:
 def test_no_more_is_drafted_ahead_than_a_message_holds() -> None:
     """Every continuation may have a full row for each candidate, and all go in one message."""
     resolved = resolver().resolve(request())
-    asked = SpeculationSettings(num_ahead=64)
     most = LIMITS.max_num_draft_tokens
 
-    def num_ahead(message_bytes: int) -> int:
+    def num_ahead(message_bytes: int, asked: int = 64) -> int:
         limits = replace(LIMITS, max_message_bytes=message_bytes)
-        plan = resolved.plan(limits, asked, max_round_retries=1, max_failovers=2)
-        return plan.num_ahead
+        settings = SpeculationSettings(num_ahead=asked)
+        return resolved.plan(limits, settings, max_round_retries=1, max_failovers=2).num_ahead
 
     assert num_ahead(64 << 20) == 64
+    assert num_ahead(64 << 20, asked=0) == 0
     found = num_ahead(1 << 20)
     assert 0 < found < 64
     assert found * most * MAX_SPARSE_IDS * 8 < 1 << 20
     assert num_ahead(1 << 16) == 0
-    assert (
-        resolved.plan(LIMITS, SpeculationSettings(), max_round_retries=1, max_failovers=2).num_ahead
-        == 0
-    )
