@@ -31,7 +31,7 @@ from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Part, Role
 from specmesh.engine.scheduler import Scheduler, Step, Task
 from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
-from specmesh.engine.waits import Apart, Arrival, Leaving, Until, Waiting, block_on
+from specmesh.engine.waits import Apart, Arrival, Aside, Leaving, Waiting, block_on
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
 logger = logging.getLogger(__name__)
@@ -371,7 +371,9 @@ class Engine:
 
     def _work_ahead(self) -> Waiting[None]:
         """Nothing else waits: compute what may be asked next, and tell whoever would ask."""
-        yield Until(time.perf_counter() + PAUSE_S)
+        yield Aside(PAUSE_S)
+        if not self._inbox.empty():
+            return
         try:
             found = yield from self._ahead.run(
                 self._read_early, lambda: bool(self._held) or self._scheduler.has_work

@@ -49,6 +49,20 @@ class Until:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """So many seconds in which other threads have the interpreter; nothing where there are none."""
+
+    seconds: float
+
+    def block(self) -> None:
+        """Sleep for as long."""
+        time.sleep(self.seconds)
+
+    def poll(self) -> None:
+        """Nothing: whoever polls has done everything else before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A device's event (`torch.cuda.Event`)."""
 
