@@ -5,15 +5,16 @@ rejected, from p behind all of them. The target knows p, the draft q, and both t
 target will draw with: the ids that finish its race first under q are those that most likely win it
 under p, the rejected candidate aside. Nothing is drawn here: what is foreseen decides when
 candidates are there, and never which (THEORY section 6), so that the target's noise may be looked
-at. Measured on the shipped pair, answers at temperature 1 (RESULTS.md), the first n ids of the race
-hold the token with probability
+at. Measured on the shipped pair, answers at temperature 1 (RESULTS.md, `bench_outcomes.py`), the
+first n ids of the race hold the token with probability
 
-    n                      1     2     3     4     8    16    32
-    behind a rejection   .21   .35   .43   .49   .63   .74   .81
-    behind all           .51   .66   .73   .77   .84   .88   .91
+    n                      1     2     4     8    16    32
+    behind a rejection   .20   .32   .46   .61   .72   .79
+    behind all           .60   .74   .82   .88   .92   .93
 
-so the n-th adds about RECOVERED / n, or BONUS / n**1.8. A candidate is kept with probability KEPT.
-Outcomes are ranked by the product. Pure.
+so the n-th adds about RECOVERED / n, or BONUS / n**1.8. .60 / n**2.2 would fit better behind all,
+and choose the same 4, 8, 16 or 32 outcomes of four candidates. A candidate is kept with probability
+KEPT. Outcomes are ranked by the product. Pure.
 """
 
 from __future__ import annotations
