@@ -59,7 +59,7 @@ def test_continuations_are_the_proposals_that_follow(engine: Engine) -> None:
     proposal = session.work(num_draft_tokens=K, num_ahead=NUM_AHEAD).proposal
     result = session.link.results.get(timeout=ANSWER_S)
     assert result.WhichOneof("result") == "ahead"
-    continuations = list(result.ahead.continuations)
+    continuations = sorted(result.ahead.continuations, key=lambda each: each.num_accepted)
     assert [each.num_accepted for each in continuations] == [0, 1, K, K]
     for index, each in enumerate((continuations[0], continuations[-1])):
         path = [*proposal.tokens[: each.num_accepted], each.closing_token]
