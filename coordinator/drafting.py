@@ -162,7 +162,7 @@ class Drafting:
         self._opened = False
         self._confirmed_len = 0
         self._num_accepted = 0
-        self._num_asked = 0  # candidates of the last command
+        self._num_asked = self._num_ahead = 0  # candidates and continuations of the last command
         self._drafted: tuple[int, ...] = ()  # those of the last answer
         self._foresight = Foresight(plan.stop_ids)
         self._num_resyncs = 0
@@ -211,6 +211,11 @@ class Drafting:
     def follow(self, num_draft_tokens: int) -> None:
         """Let the draft catch up with a round that took what `foresee` gave, and draft ahead."""
         self._issue(num_draft_tokens, DraftState.CONFIRMING, Timer.PROPOSE)
+
+    @property
+    def is_waited_for_again(self) -> bool:
+        """Whether a round waits until the draft has answered behind the one before."""
+        return self.state is DraftState.CONFIRMING and self.awaited_k > 0
 
     def fill(self, *, awaited: bool) -> None:
         """Bring a placed draft's K/V up to date. awaited: the first round will wait for it."""
@@ -299,8 +304,8 @@ class Drafting:
         ahead = event.body
         assert isinstance(ahead, Ahead)
         fault = ""
-        if len(ahead.continuations) > self._plan.num_ahead:
-            fault = f"{len(ahead.continuations)} continuations of {self._plan.num_ahead} asked for"
+        if len(ahead.continuations) > self._num_ahead:
+            fault = f"{len(ahead.continuations)} continuations of {self._num_ahead} asked for"
         faults = (self._fault(self._num_asked, each.proposal) for each in ahead.continuations)
         fault = fault or next(filter(None, faults), "")
         if fault:
@@ -422,9 +427,9 @@ class Drafting:
         prefix = prefix_of(self._ledger, self._confirmed_len, self._num_accepted)
         # Rows go with what is drafted ahead: under the other rules too few outcomes are foreseen.
         is_ahead = num_draft_tokens > 0 and self._plan.rule is Rule.RESIDUAL
-        num_ahead = self._plan.num_ahead if is_ahead else 0
-        command = Propose(self.epoch, self.round, prefix, num_draft_tokens, num_ahead)
         self._num_asked = num_draft_tokens
+        self._num_ahead = self._plan.num_ahead if is_ahead else 0
+        command = Propose(self.epoch, self.round, prefix, num_draft_tokens, self._num_ahead)
         self._foresight.forget()
         self.in_flight = command
         self.state = state

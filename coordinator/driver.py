@@ -22,6 +22,7 @@ from coordinator.decide import AuditResult, DraftFault, Law, audit_round, decide
 from coordinator.fleet import Fleet
 from coordinator.links import ReplicaLink
 from coordinator.messages import (
+    Ahead,
     Audit,
     Begin,
     Cancel,
@@ -170,6 +171,8 @@ class Driver:
             event = draft_reply(result, timing)
         if event is None:
             return
+        if isinstance(event.body, Ahead):
+            self._recorder.metrics.count_ahead(timing.received_bytes)
         side = self._session.target if link.side is Side.TARGET else self._session.draft
         if event.epoch < side.epoch:  # the session has moved on; it drops this one
             self._recorder.metrics.stale_replies.labels(link.side.value).inc()
@@ -376,7 +379,8 @@ class Driver:
             self._abandon()
 
     def _round_done(self, action: RoundDone) -> None:
-        timing = self._clock.end_round(action, time.perf_counter_ns())
+        goes_on = action.more or self._session.draft.is_waited_for_again
+        timing = self._clock.end_round(time.perf_counter_ns(), goes_on=goes_on)
         span = self._recorder.detach()
         if action.more:  # the next round's command is out already
             self._recorder.trace_context(self._session)

@@ -111,10 +111,11 @@ class RoundClock:
             self._sent[key] = (now, None)
         return SideTiming(command, result, sent_ns, now)
 
-    def end_round(self, done: RoundDone, now_ns: int) -> RoundTiming:
-        """The round is committed; the next one begins with the next command, or at once."""
+    def end_round(self, now_ns: int, *, goes_on: bool) -> RoundTiming:
+        """The round is committed; the next one begins with the next command, or at once where what
+        is out already goes on."""
         start_ns = self._start_ns if self._start_ns is not None else now_ns
-        self._start_ns = now_ns if done.more else None
+        self._start_ns = now_ns if goes_on else None
         # What is still out belongs to a late draft; older readings are never asked for again.
         while len(self._sent) > MAX_UNANSWERED:
             del self._sent[next(iter(self._sent))]

@@ -190,15 +190,18 @@ class DeviceProposer:
         drafting: Drafting = task.role_state
         session, ledger = task.session, task.session.ledger
         reports = [step.reports[index][slot] for index in range(num_passes)]
-        if any(status != Status.OK for _, _, status in reports):
+        num_sound = _num_sound(reports)
+        if num_sound < min(num_passes, drafting.num_draft_tokens - len(drafting.tokens)):
             raise NumericFault(f"a row after position {task.base_len} holds no law")
+        if num_sound < num_passes:  # the row behind all candidates: nobody asked for it
+            task.is_tainted = True
         if num_passes > 1:
             ledger.wrote(ledger.written_len + num_passes - 1)
         tokens = step.tokens[slot][:num_passes]
         drafting.tokens += tokens
         task.fed += tokens
         if not (session.is_coupled or session.shaper.is_greedy):
-            for index, (num_ids, is_truncated, _) in enumerate(reports):
+            for index, (num_ids, is_truncated, _) in enumerate(reports[:num_sound]):
                 drafting.frames.append(
                     wire.sparse_frame(
                         step.ids[index, slot, :num_ids],
@@ -212,3 +215,9 @@ class DeviceProposer:
             return None
         task.fed.pop()  # the last token is drawn and not fed
         return drafting.proposal()
+
+
+def _num_sound(reports: Sequence[Sequence[int]]) -> int:
+    """Rows before the first that holds no law."""
+    unsound = (index for index, report in enumerate(reports) if report[2] != Status.OK)
+    return next(unsound, len(reports))

@@ -25,7 +25,7 @@ from specmesh.config import MAX_AHEAD
 from specmesh.engine.role import Finished, Outlook, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
-from specmesh.errors import ContextTooLong, InvalidRequest, SpecmeshError
+from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
 from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, Key
 
 
@@ -115,7 +115,13 @@ class Proposer:
     def _advance(self, entry: Finished, logits: Tensor) -> draft_pb2.Proposal | None:
         drafting: Drafting = entry.task.role_state
         if entry.num_rows:
-            self._draw(entry.task, drafting, logits[entry.first_row])
+            try:
+                self._draw(entry.task, drafting, logits[entry.first_row])
+            except NumericFault:
+                if len(drafting.tokens) < drafting.num_draft_tokens:
+                    raise
+                entry.task.is_tainted = True  # the row behind all candidates: nobody asked for it
+                return self._proposal(drafting)
             if len(drafting.tokens) < drafting.num_wanted:
                 entry.task.fed.append(drafting.tokens[-1])
                 return None

@@ -296,6 +296,10 @@ class CoordinatorMetrics:
         for detector in ("acceptance", "argmax"):
             self._alarms.labels(detector)
 
+    def count_ahead(self, num_bytes: int) -> None:
+        """Count what a draft sent ahead of any round: no record of a round holds it."""
+        self._received["draft"].inc(num_bytes)
+
     def observe_round(self, record: RoundRecord) -> tuple[str, ...]:
         """Count one finished round. Returns the detectors whose alarm it raised (usually none)."""
         self._output_tokens.inc(record.num_committed)

@@ -87,8 +87,12 @@ class WorkAhead:
     def consider(self, task: Task, answer: Any) -> None:
         """A command was answered to its end: note it where more is wished for. What that is can
         wait, the answer cannot."""
-        if self._role.looks_ahead(task):
-            self._wishes[task.session.serial] = _Wish(task, answer)
+        if not self._role.looks_ahead(task):
+            return
+        self._wishes[task.session.serial] = _Wish(task, answer)
+        if len(self._wishes) > len(self._table):  # the device is never idle, and sessions end
+            current = {key: wish for key, wish in self._wishes.items() if self._is_current(wish)}
+            self._wishes = current
 
     def run(
         self, meanwhile: Callable[[], object], is_overtaken: Callable[[], bool]
@@ -103,7 +107,7 @@ class WorkAhead:
             return None
         forks: list[_Fork] = []
         try:
-            self._fork_all(wish, forks)
+            self._fork_all(wish, forks, is_overtaken)
             answered = yield from self._run(forks, meanwhile, is_overtaken)
         finally:
             for fork in forks:
@@ -129,9 +133,14 @@ class WorkAhead:
 
     # ------------------------------------------------------------ forks
 
-    def _fork_all(self, wish: _Wish, forks: list[_Fork]) -> None:
-        """Forks for the outlooks, the first ones first, that there is room and free pages for."""
+    def _fork_all(self, wish: _Wish, forks: list[_Fork], is_overtaken: Callable[[], bool]) -> None:
+        """Forks for the outlooks, the first ones first, that there is room and pages for.
+
+        Pages may come from the prefix cache: once, as they are free when the forks are done.
+        """
         for outlook in self._role.outlooks(wish.task, wish.answer):
+            if is_overtaken():
+                return
             fork = self._fork(wish.session, wish.request, outlook)
             if fork is not None:
                 forks.append(fork)

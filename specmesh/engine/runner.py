@@ -375,9 +375,7 @@ class Engine:
         if not self._inbox.empty():
             return
         try:
-            found = yield from self._ahead.run(
-                self._read_early, lambda: bool(self._held) or self._scheduler.has_work
-            )
+            found = yield from self._ahead.run(self._read_early, self._is_wanted_elsewhere)
         except torch.AcceleratorError:
             raise  # as in `_run`
         except Exception:
@@ -385,6 +383,10 @@ class Engine:
             return
         if found is not None:
             self._desk.tell(*found)
+
+    def _is_wanted_elsewhere(self) -> bool:
+        """Whether there are commands that the device should rather serve."""
+        return bool(self._held) or not self._inbox.empty() or self._scheduler.has_work
 
     def _desk_completed(self) -> list[Finished]:
         completed, self._desk.completed = self._desk.completed, []

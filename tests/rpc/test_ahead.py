@@ -184,6 +184,68 @@ async def test_a_fork_that_fails_is_left_out() -> None:
     assert left
 
 
+async def test_a_row_that_nobody_asked_for_costs_no_proposal() -> None:
+    """NaN behind the last candidate: the candidates come all the same, without what may follow
+    all of them, and the session goes on from K/V that holds none."""
+    drafted, _ = await continuations(PrefixDecoder())
+    decoder = PrefixDecoder(nan_token=drafted[-1])
+    async with running("draft", decoder, ROOMY) as service, linked(service) as peer:
+        session = script()
+        proposal = await proposed(peer, session)
+        assert list(proposal.tokens) == drafted
+        session.tokens += [drafted[0], (drafted[1] + 1) % 16]
+        result = await peer.call(session.ask(1))
+        while result.WhichOneof("result") == "ahead":
+            assert K not in {each.num_accepted for each in result.ahead.continuations}
+            result = await peer.answer()
+        assert result.WhichOneof("result") == "proposal"
+        await peer.call(session.close())
+        await quiet(service, 0)
+
+
+async def test_commands_that_wait_are_served_before_anything_is_forked() -> None:
+    """A command that is there when the work begins is not kept waiting for a pass of it."""
+    decoder = PrefixDecoder()
+    async with running("draft", decoder, ROOMY) as service, linked(service) as peer:
+        arrived, entered = threading.Event(), threading.Event()
+        outlooks = service.engine._role.outlooks
+
+        def held(task: Any, answer: Any) -> Any:
+            entered.set()
+            assert arrived.wait(10)
+            service.engine._role.outlooks = outlooks
+            return outlooks(task, answer)
+
+        service.engine._role.outlooks = held
+        session = script()
+        proposal = await proposed(peer, session)
+        assert entered.wait(10)
+        num_passes = len(decoder.calls)
+        session.tokens += proposal.tokens[:1]
+        await peer.send(session.ask(0))
+        while service.engine.num_waiting == 0:
+            await peer.send()
+        arrived.set()
+        assert (await peer.answer()).round == session.round
+        assert decoder.calls[num_passes] == (1, 1)  # one sequence, and no fork before it
+        assert (await peer.answer()).WhichOneof("result") == "ahead"
+        await peer.call(session.close())
+        await quiet(service, 0)
+
+
+async def test_wishes_of_closed_sessions_are_forgotten() -> None:
+    """Under load that never lets the device rest, what was wished for does not pile up."""
+    async with running("draft", PrefixDecoder(), ROOMY) as service, linked(service) as peer:
+        engine = service.engine
+        engine._can_run = lambda *, after: after and engine._scheduler.has_work  # never idle
+        engine._work_ahead = lambda: iter(())
+        for index in range(20):
+            session = script(f"s{index}")
+            await proposed(peer, session)
+            await peer.call(session.close())
+        assert len(engine._ahead._wishes) <= 2
+
+
 async def test_too_many_continuations_are_refused() -> None:
     """The bound is the protocol's, and the error names the field."""
     async with running("draft", PrefixDecoder()) as service, linked(service) as peer:

@@ -67,7 +67,11 @@ def test_a_round_adds_what_its_record_says() -> None:
     assert found["specmesh_round_duration_seconds_sum"] == pytest.approx(0.028)
     assert found["specmesh_round_retries_total"] == 2
     assert found["specmesh_ahead_rounds_total"] == 0
-    metrics.observe_round(replace(ROUND, was_ahead=True))
+    before = found["specmesh_wire_bytes_total{direction=received,side=draft}"]
+    metrics.observe_round(replace(ROUND, was_ahead=True, draft=None))
+    metrics.count_ahead(1000)
+    after = values(metrics.registry)["specmesh_wire_bytes_total{direction=received,side=draft}"]
+    assert after - before == 1000
     assert values(metrics.registry)["specmesh_ahead_rounds_total"] == 1
     assert found["specmesh_dropped_mass_total"] == pytest.approx(0.016)
 

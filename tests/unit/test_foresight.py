@@ -281,3 +281,26 @@ def test_continuations_that_nobody_asked_for_switch_the_draft_off() -> None:
     loopback.run()
     off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
     assert [action.reason for action in off] == ["draft_bad_proposal"]
+
+
+def test_continuations_of_a_fill_switch_the_draft_off() -> None:
+    """Nothing was drafted: whatever is sent as if, empty or not, is a fault and no crash."""
+    loopback = loopback_of(ahead_plan(parallel_prefill=True))
+    deliver = loopback.deliver
+    verdicts: list[Event] = []  # held back until the fill is answered, and then some
+
+    def unasked(event: Event) -> None:
+        is_verdict = isinstance(event, TargetReply) and isinstance(event.body, Verdict)
+        if is_verdict and not loopback.session.draft.reason.startswith("draft_bad"):
+            verdicts.append(event)
+            return
+        deliver(event)
+        if isinstance(event, DraftReply) and event.body == Proposal(()):
+            empty = tuple(Continuation(0, token, Proposal(())) for token in range(K + 1))
+            deliver(DraftReply(event.epoch, event.round, Ahead(empty)))
+            loopback.inbox.extend(verdicts)
+
+    loopback.deliver = unasked  # type: ignore[method-assign]  # adds to what arrives
+    finish(loopback)
+    off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
+    assert [action.reason for action in off] == ["draft_bad_proposal"]
