@@ -33,7 +33,8 @@ class RoundSample:
     that others were in. batch_size, batch_rows: sequences and token rows of all of them in the
     largest pass (0 rows: as many for each as this one had).
     is_later_part: of plain decoding, tokens that came without being asked for. is_cut: the end of a
-    command, perhaps of fewer tokens than the passes it waited for.
+    command, perhaps of fewer tokens than the passes it waited for. was_ahead: the draft was not
+    waited for.
     """
 
     num_draft_tokens: int
@@ -49,6 +50,7 @@ class RoundSample:
     queue_s: float = 0.0
     is_later_part: bool = False
     is_cut: bool = False
+    was_ahead: bool = False
 
     @property
     def duration_s(self) -> float:
@@ -205,9 +207,11 @@ class Costs:
     """Times at numbers of sessions that share a table, in seconds.
 
     passes: of the target, over rows of all sequences. share: of the sessions, how many are in a
-    verifying pass. other: of a round with candidates, what it takes besides; plain_other: of a
-    command of plain decoding; part_other: of a token that comes while such a command goes on;
-    among: of a whole token of plain decoding in passes with others' candidates.
+    verifying pass. draft: of a proposal that a round waits for; waited: share of rounds that do,
+    others begin with candidates drafted ahead. other: of a round with candidates, what it takes
+    besides; plain_other: of a command of plain decoding; part_other: of a token that comes while
+    such a command goes on; among: of a whole token of plain decoding in passes with others'
+    candidates.
     num_drafted, num_plain: choices measured, with candidates and without. is_carried: these costs
     began with those of another load.
     """
@@ -220,6 +224,7 @@ class Costs:
     part_other: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     among: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     share: Line = field(default_factory=lambda: Line(relative_slope=0.0))
+    waited: Line = field(default_factory=lambda: Line(relative_slope=0.0))
     num_chain_tokens: float = 0.0
     num_steady_tokens: float = 0.0
     num_drafted: int = 0
@@ -229,6 +234,7 @@ class Costs:
     def carry(self, there: Costs, growth: float) -> None:
         """Take over from another load what this one has not shown yet. growth: of `other`."""
         self.draft, self.other = there.draft.carried(), there.other.carried(growth)
+        self.waited = there.waited.carried()
         self.passes.nearby = there.passes
         self.is_carried = True
         if not self.plain_other.weight:
@@ -251,7 +257,9 @@ class Costs:
         self.num_drafted += 1
         if sample.rows <= MAX_ROWS * num_sessions:  # else prompts were computed in the same pass
             self.passes.add(self._rows_of_all(sample), sample.pass_s, keep)
-        self.draft.add(k, sample.draft_s, keep)
+        self.waited.add(0.0, 0.0 if sample.was_ahead else 1.0, keep)
+        if not sample.was_ahead:
+            self.draft.add(k, sample.draft_s, keep)
         self.other.add(0.0, sample.other_s, keep)
         self.share.add(0.0, min(1.0, sample.batch_size / num_sessions), keep)
 
@@ -301,7 +309,8 @@ class Costs:
     def round_s(self, k: int, num_sessions: float) -> float:
         """Estimated time of a round with k >= 1 candidates while every session drafts as many."""
         sequences = num_sessions * (self.share.at(0.0) or 1.0)
-        return self.draft.at(k) + self.passes.at(sequences * (k + 1)) + self.other.at(0.0)
+        waited = self.waited.at(0.0) if self.waited.weight else 1.0
+        return waited * self.draft.at(k) + self.passes.at(sequences * (k + 1)) + self.other.at(0.0)
 
 
 class CostTables:

@@ -208,6 +208,10 @@ class Drafting:
             return None
         return Proposed(proposal, self.epoch, self.replica, None, was_ahead=True)
 
+    def pass_over(self) -> None:
+        """A round begins without candidates: nothing that was drafted ahead is behind it."""
+        self._foresight.forget()
+
     def follow(self, num_draft_tokens: int) -> None:
         """Let the draft catch up with a round that took what `foresee` gave, and draft ahead."""
         self._issue(num_draft_tokens, DraftState.CONFIRMING, Timer.PROPOSE)
@@ -428,7 +432,7 @@ class Drafting:
         # Rows go with what is drafted ahead: under the other rules too few outcomes are foreseen.
         is_ahead = num_draft_tokens > 0 and self._plan.rule is Rule.RESIDUAL
         self._num_asked = num_draft_tokens
-        self._num_ahead = self._plan.num_ahead if is_ahead else 0
+        self._num_ahead = self._foresight.num_worth(self._plan.num_ahead) if is_ahead else 0
         command = Propose(self.epoch, self.round, prefix, num_draft_tokens, self._num_ahead)
         self._foresight.forget()
         self.in_flight = command

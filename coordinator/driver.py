@@ -171,12 +171,12 @@ class Driver:
             event = draft_reply(result, timing)
         if event is None:
             return
-        if isinstance(event.body, Ahead):
-            self._recorder.metrics.count_ahead(timing.received_bytes)
         side = self._session.target if link.side is Side.TARGET else self._session.draft
         if event.epoch < side.epoch:  # the session has moved on; it drops this one
             self._recorder.metrics.stale_replies.labels(link.side.value).inc()
         self.handle(event)
+        if isinstance(event.body, Ahead):
+            self._recorder.metrics.count_ahead(timing.received_bytes)
 
     def handle(self, event: Event) -> None:
         """Take an event; it is stepped now unless a step runs or the reader is behind."""
@@ -382,7 +382,7 @@ class Driver:
         goes_on = action.more or self._session.draft.is_waited_for_again
         timing = self._clock.end_round(time.perf_counter_ns(), goes_on=goes_on)
         span = self._recorder.detach()
-        if action.more:  # the next round's command is out already
+        if goes_on:  # what the next round waits for is out already
             self._recorder.trace_context(self._session)
         audit, self._audit = self._audit, None
         if audit is None:

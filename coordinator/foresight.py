@@ -15,6 +15,9 @@ from collections.abc import Sequence
 
 from coordinator.messages import Ahead, Proposal
 
+MAX_VAIN = 4  # proposals in a row whose continuations came too late, or not at all
+NUM_RESTS = 64  # proposals for which none is asked for then
+
 
 class Foresight:
     """Mutable; one per draft's side of a session.
@@ -28,6 +31,8 @@ class Foresight:
         self._taken: tuple[int, ...] | None = None
         self._num_accepted = 0  # of the round that took them
         self.num_shared = 0
+        self._is_asked = False  # of the last proposal, and nothing came yet
+        self._num_vain = self._num_rests = 0
 
     @property
     def is_unconfirmed(self) -> bool:
@@ -36,10 +41,22 @@ class Foresight:
 
     def keep(self, drafted: Sequence[int], ahead: Ahead) -> None:
         """Remember the continuations of the proposal `drafted`, by the tokens that lead to each."""
+        self._is_asked, self._num_vain = False, 0
         self._by_path = {
             (*drafted[: each.num_accepted], each.closing_token): each.proposal
             for each in ahead.continuations
         }
+
+    def num_worth(self, wanted: int) -> int:
+        """How many continuations to ask for with the next proposal, of so many wanted. None for a
+        while, where they never come before the round ends: the draft then works in vain."""
+        self._num_vain += self._is_asked
+        if self._num_vain >= MAX_VAIN:
+            self._num_vain, self._num_rests = 0, NUM_RESTS
+        is_resting = self._num_rests > 0
+        self._num_rests -= is_resting
+        self._is_asked = wanted > 0 and not is_resting
+        return wanted if self._is_asked else 0
 
     def forget(self) -> None:
         """What was drafted ahead continues nothing any more."""
@@ -81,4 +98,4 @@ class Foresight:
 
     def unanswered(self) -> None:
         """The draft gives no answer for what a round has taken: it keeps K/V for none of it."""
-        self._taken, self.num_shared = None, 0
+        self._taken, self.num_shared, self._is_asked = None, 0, False

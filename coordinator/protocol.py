@@ -200,6 +200,7 @@ class Session:
             self.draft.fill(awaited=False)
         self._first_round = False
         if k == 0:
+            self.draft.pass_over()
             self._go_plain(fallback)
             return
         self._plain_steps = 1

@@ -301,5 +301,6 @@ def _sample(done: RoundDone, record: RoundRecord) -> RoundSample:
         forward_s=record.target.forward_us * 1e-6,
         queue_s=record.target.queue_us * 1e-6,
         is_later_part=done.offset > 0,
+        was_ahead=done.was_ahead,
         is_cut=not (done.more or done.num_draft_tokens) and done.num_tokens < CHAIN_STEPS,
     )

@@ -49,6 +49,7 @@ class Round:
         """Go on without the draft."""
         self.num_draft_tokens = 0
         self.candidates = self.rows = self.dropped_mass = ()
+        self.was_ahead = False
         self.fallback = fallback
 
     def cut_candidates(self, most: int, fallback: str) -> None:

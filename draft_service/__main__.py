@@ -41,8 +41,11 @@ def side_of(settings: DraftSettings) -> serving.Side:
         )
 
     def make_role(_model: LoadedModel, _metrics: ServiceMetrics, device_side: Any) -> Proposer:
-        most = settings.engine.max_num_draft_tokens
-        return Proposer(most) if device_side is None else Proposer(most, device_side.can_draw)
+        return Proposer(
+            settings.engine.max_num_draft_tokens,
+            (lambda *_: False) if device_side is None else device_side.can_draw,
+            settings.server.max_message_bytes,
+        )
 
     return serving.Side(
         name="draft",

@@ -72,9 +72,11 @@ class Proposer:
         self,
         max_num_draft_tokens: int,
         on_device: Callable[[Session, int], bool] = lambda *_: False,
+        max_message_bytes: int = 64 << 20,
     ) -> None:
         """on_device: whether the device draws for a command, given its base_len."""
         self._max_num_draft_tokens = max_num_draft_tokens
+        self._max_ahead_bytes = max_message_bytes - wire.REST_BYTES
         self._on_device = on_device
 
     def check(self, session: Session, command: draft_pb2.Propose) -> Drafting:
@@ -171,8 +173,12 @@ class Proposer:
         ]
 
     def foreseen(self, found: Sequence[tuple[Outlook, Any]], result: Any) -> None:
-        """Write the proposals drafted ahead into a DraftResult."""
+        """Write proposals drafted ahead into a DraftResult: the likeliest that it holds."""
+        left = self._max_ahead_bytes
         for outlook, proposal in found:
+            left -= proposal.ByteSize() + wire.ROW_OVERHEAD
+            if left < 0:
+                return
             result.ahead.continuations.add(
                 num_accepted=len(outlook.tokens) - 1,
                 closing_token=outlook.tokens[-1],

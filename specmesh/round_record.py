@@ -119,6 +119,7 @@ class RoundRecord:
         if draft is not None:
             found[Key.DRAFT_REPLICA] = draft.replica
             found[Key.DRAFT_EPOCH] = draft.epoch
+        if draft is not None and not self.was_ahead:  # else nothing was waited for
             found[Key.DRAFT_SENT_BYTES] = draft.sent_bytes
             found[Key.DRAFT_RECEIVED_BYTES] = draft.received_bytes
             found[Key.DRAFT_BEFORE] = _lengths(draft.before)

@@ -84,6 +84,16 @@ class WorkAhead:
         """Whether there is anything to do."""
         return bool(self._wishes)
 
+    def drop_stale(self) -> bool:
+        """Forget wishes of sessions that have moved on, up to the first that has not. Whether there
+        is one."""
+        while self._wishes:
+            serial, wish = next(iter(self._wishes.items()))
+            if self._is_current(wish):
+                return True
+            del self._wishes[serial]
+        return False
+
     def consider(self, task: Task, answer: Any) -> None:
         """A command was answered to its end: note it where more is wished for. What that is can
         wait, the answer cannot."""

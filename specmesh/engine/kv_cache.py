@@ -13,6 +13,7 @@ from torch import Tensor
 from specmesh.engine.families import ModelSpec
 
 PAGE_SIZE = 64  # tokens; DESIGN section 5
+MAX_SINGLE = 4  # pages copied one by one; more go together, with ids sent to the device first
 
 
 class KVCache:
@@ -50,7 +51,10 @@ class KVCache:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (source, copy) each, keys and values in every layer, as if all at once: no
         page is written that another pair reads, or written twice."""
-        if not pairs:
+        if len(pairs) <= MAX_SINGLE:  # ids as arguments of launches: nothing waits for the device
+            for pool in self.pools:
+                for source, copy in pairs:
+                    pool[:, copy].copy_(pool[:, source])
             return
         sources, copies = torch.tensor(pairs, device=self.pools[0].device).unbind(1)
         for pool in self.pools:

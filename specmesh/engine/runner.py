@@ -371,6 +371,8 @@ class Engine:
 
     def _work_ahead(self) -> Waiting[None]:
         """Nothing else waits: compute what may be asked next, and tell whoever would ask."""
+        if not self._ahead.drop_stale():
+            return
         yield Aside(PAUSE_S)
         if not self._inbox.empty():
             return

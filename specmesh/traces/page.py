@@ -116,6 +116,8 @@ def _times(span: StoredSpan, first_ns: int) -> dict[str, float]:
 
 def _notes(step: StoredSpan) -> list[str]:
     notes = [step.text(Key.ERROR_TYPE) or "failed"] if step.failed else []
+    if step.attributes.get(Key.AHEAD) is True:
+        notes.append("drafted ahead")
     if Key.REDRAW_MISMATCH in step.attributes:
         notes.append(f"re-draw mismatch at candidate {step.count(Key.REDRAW_MISMATCH)}")
     if step.attributes.get(Key.AUDIT_MISMATCH) is True:

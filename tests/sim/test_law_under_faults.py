@@ -87,6 +87,14 @@ def test_law_of_rounds_drafted_ahead(k: int) -> None:
     assert law_is_kept(replace(setup, num_ahead=6), request, [])
 
 
+def test_law_where_some_rounds_were_foreseen_and_others_not() -> None:
+    """Which of them begin at once depends on how the round before ended, and bends nothing, also
+    where a coordinator is lost between them."""
+    setup, request = tiny(max_tokens=4, k=1)
+    for crashes in ([], crashes_of(("coordinator",), 0.0145)):
+        assert law_is_kept(replace(setup, num_ahead=2), request, crashes)
+
+
 @pytest.mark.parametrize(
     "kinds", [("target",), ("draft",), ("coordinator",), ("coordinator", "draft")], ids="+".join
 )

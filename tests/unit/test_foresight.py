@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.drafting import DraftState
-from coordinator.foresight import Foresight
+from coordinator.foresight import NUM_RESTS, Foresight
 from coordinator.messages import (
     Action,
     Ahead,
@@ -118,6 +118,19 @@ def test_a_draft_that_does_not_answer_is_told_of_nothing_kept() -> None:
     foresight.take((9,), 3)
     foresight.unanswered()
     assert foresight.judged(3) == 0
+
+
+def test_a_draft_that_works_in_vain_is_let_alone_for_a_while() -> None:
+    """After four proposals in a row whose continuations never came in time none is asked for with
+    the next 64; one that comes begins the count anew."""
+    foresight = Foresight(frozenset())
+    assert [foresight.num_worth(8) for _ in range(3)] == [8] * 3
+    foresight.keep((5,), Ahead(()))
+    assert [foresight.num_worth(8) for _ in range(4)] == [8] * 4
+    assert [foresight.num_worth(8) for _ in range(NUM_RESTS)] == [0] * NUM_RESTS
+    assert [foresight.num_worth(8) for _ in range(4)] == [8] * 4
+    assert foresight.num_worth(8) == 0
+    assert [Foresight(frozenset()).num_worth(0) for _ in range(9)] == [0] * 9
 
 
 # ---------------------------------------------------------------- rounds
@@ -304,3 +317,22 @@ def test_continuations_of_a_fill_switch_the_draft_off() -> None:
     finish(loopback)
     off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
     assert [action.reason for action in off] == ["draft_bad_proposal"]
+
+
+def test_what_was_drafted_ahead_is_not_kept_beyond_its_round() -> None:
+    """A round without candidates leaves nothing of it."""
+    loopback = with_slow_target(loopback_of(ahead_plan(num_draft_tokens=None)))
+    session = loopback.session
+    session._choose = lambda limit: min(limit, K) if session.round_index <= 3 else 0
+    deliver = loopback.deliver
+    kept: list[int] = []
+
+    def watched(event: Event) -> None:
+        deliver(event)
+        kept.append(len(session.draft._foresight._by_path))
+
+    loopback.deliver = watched  # type: ignore[method-assign]  # looks on
+    finish(loopback)
+    assert any(record.was_ahead for record in loopback.records)
+    assert max(kept) > 0
+    assert kept[-1] == 0

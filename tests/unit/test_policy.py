@@ -262,6 +262,30 @@ def test_waiting_for_others_chains_is_no_cost_of_candidates() -> None:
     assert costs.passes.at(20) == pytest.approx(0.005)
 
 
+def test_rounds_drafted_ahead_say_how_often_the_draft_is_waited_for() -> None:
+    """And nothing of what its proposals take: a longer block, which was never foreseen, looks no
+    dearer for it, and a shorter one no cheaper."""
+    costs = Costs()
+
+    def draft_s(k: int) -> float:
+        return 0.0002 + 0.00015 * k
+
+    for index in range(400):
+        k = 5 if index % 40 == 39 else 4
+        ahead = k == 4 and index % 2 == 0
+        waited_s = 0.0 if ahead else draft_s(k)
+        costs.add(
+            RoundSample(k, 3, 3, 2, waited_s, 0.0045, 0.001, forward_s=0.0042, was_ahead=ahead),
+            1.0,
+            0.98,
+        )
+    whole = costs.round_s(4, 1.0) - costs.round_s(5, 1.0)
+    assert costs.draft.at(5) == pytest.approx(draft_s(5), rel=0.05)
+    assert costs.draft.at(3) == pytest.approx(draft_s(3), rel=0.05)
+    assert costs.waited.at(0.0) == pytest.approx(0.5, abs=0.05)
+    assert whole < 0
+
+
 def test_a_new_load_begins_with_what_the_nearest_knows() -> None:
     """Costs at a load never met are those of the nearest, scaled; nothing is tried from nothing."""
     shared = SharedPolicy(256)
@@ -403,6 +427,7 @@ def test_policy_is_blind_to_tokens() -> None:
         "queue_s",
         "is_later_part",
         "is_cut",
+        "was_ahead",
     }
     taken = inspect.signature(SessionPolicy.choose).parameters
     assert list(taken) == ["self", "limit"]
