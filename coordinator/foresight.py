@@ -28,16 +28,11 @@ class Foresight:
     def __init__(self, stop_ids: frozenset[int]) -> None:
         self._stop_ids = stop_ids
         self._by_path: dict[tuple[int, ...], Proposal] = {}
-        self._taken: tuple[int, ...] | None = None
+        self._taken: tuple[int, ...] | None = None  # until the draft's own answer has come
         self._num_accepted = 0  # of the round that took them
         self.num_shared = 0
         self._is_asked = False  # of the last proposal, and nothing came yet
         self._num_vain = self._num_rests = 0
-
-    @property
-    def is_unconfirmed(self) -> bool:
-        """Whether a round took candidates that the draft's own answer is still to come for."""
-        return self._taken is not None
 
     def keep(self, drafted: Sequence[int], ahead: Ahead) -> None:
         """Remember the continuations of the proposal `drafted`, by the tokens that lead to each."""
@@ -78,7 +73,7 @@ class Foresight:
     def judged(self, num_accepted: int) -> int | None:
         """How many candidates were kept of the last round that had some: how many of the draft's
         last answer that are. None while that answer is still to come."""
-        if self.is_unconfirmed:
+        if self._taken is not None:
             self._num_accepted = num_accepted
             return None
         return min(num_accepted, self.num_shared)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,18 +35,15 @@ from specmesh.config import MAX_AHEAD
 KEPT = 0.6
 RECOVERED = 0.21
 BONUS = 0.51
-_VALUES: dict[int, np.dtype[Any]] = {
-    wire.SPARSE_F32: np.dtype("<f4"),
-    wire.SPARSE_F16: np.dtype("<f2"),
-}
-_IDS = np.dtype("<u4")
 
 
 def is_foreseeable(proposal: draft_pb2.Proposal) -> bool:
     """Whether it is a whole proposal of sparse rows: dense ones are too many bytes to go with each
     outcome."""
     rows = proposal.distributions
-    return len(rows) == len(proposal.tokens) > 0 and all(row.encoding in _VALUES for row in rows)
+    return len(rows) == len(proposal.tokens) > 0 and all(
+        row.encoding in wire.SPARSE_TYPES for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +107,10 @@ def _races(
 ) -> list[list[int]]:
     """Ids of each sparse row, the first to finish the target's race first; row i races at position
     first + i of the round."""
-    ids = [np.frombuffer(row.ids, _IDS).astype(np.int64) for row in rows]
+    ids = [np.frombuffer(row.ids, wire.ID_TYPE).astype(np.int64) for row in rows]
     sizes = [len(each) for each in ids]
     positions = np.repeat(np.arange(len(rows)) + noise.base_len + first, sizes)
-    weights = [np.frombuffer(row.values, _VALUES[row.encoding]) for row in rows]
+    weights = [np.frombuffer(row.values, wire.SPARSE_TYPES[row.encoding]) for row in rows]
     times = reference.exponentials(
         noise.seed, torch.from_numpy(np.concatenate(ids)), positions, noise.base_len, purpose
     )

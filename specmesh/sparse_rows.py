@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,6 @@ import torch
 
 from protos.specmesh.v1 import session_pb2
 from specmesh import wire
-
-_ID_TYPE = np.dtype("<u4")
-_VALUE_TYPES: dict[int, np.dtype[Any]] = {
-    wire.SPARSE_F32: np.dtype("<f4"),
-    wire.SPARSE_F16: np.dtype("<f2"),
-}
 
 
 class SparseRows(Sequence[wire.Row]):
@@ -104,7 +98,7 @@ def decode_sparse(
         return None
     ends = list(accumulate(sizes))
     starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-    ids = np.frombuffer(b"".join([message.ids for message in messages]), _ID_TYPE)
+    ids = np.frombuffer(b"".join([message.ids for message in messages]), wire.ID_TYPE)
     ascends = ids[1:] > ids[:-1]
     for start in starts[1:]:
         ascends[start - 1] = True  # from one row to the next
@@ -122,11 +116,11 @@ def decode_sparse(
 
 def _size_of(message: session_pb2.Distribution, vocab_size: int) -> int:
     """Ids of a sparse frame; 0 where it is none, or its lengths contradict each other."""
-    value_type = _VALUE_TYPES.get(message.encoding)
+    value_type = wire.SPARSE_TYPES.get(message.encoding)
     if value_type is None or message.vocab_size != vocab_size:
         return 0
-    size = len(message.ids) // _ID_TYPE.itemsize
-    fits = len(message.ids) == size * _ID_TYPE.itemsize
+    size = len(message.ids) // wire.ID_TYPE.itemsize
+    fits = len(message.ids) == size * wire.ID_TYPE.itemsize
     return size if fits and len(message.values) == size * value_type.itemsize else 0
 
 
@@ -135,6 +129,6 @@ def _weights_of(
 ) -> npt.NDArray[np.float32]:
     if len(set(encodings)) == 1:
         joined = b"".join([message.values for message in messages])
-        return np.frombuffer(joined, _VALUE_TYPES[encodings[0]]).astype(np.float32)
-    parts = [np.frombuffer(each.values, _VALUE_TYPES[each.encoding]) for each in messages]
+        return np.frombuffer(joined, wire.SPARSE_TYPES[encodings[0]]).astype(np.float32)
+    parts = [np.frombuffer(each.values, wire.SPARSE_TYPES[each.encoding]) for each in messages]
     return np.concatenate(parts, dtype=np.float32)

@@ -31,13 +31,16 @@ DENSE_F16 = session_pb2.ENCODING_DENSE_F16
 SPARSE_F32 = session_pb2.ENCODING_SPARSE_F32
 SPARSE_F16 = session_pb2.ENCODING_SPARSE_F16
 
-_ID_TYPE = np.dtype("<u4")
+ID_TYPE = np.dtype("<u4")
 _SIGNED_ID_TYPE = np.dtype("<i4")  # the same bytes: no id has the sign bit
+SPARSE_TYPES: dict[int, np.dtype[Any]] = {
+    SPARSE_F32: np.dtype("<f4"),
+    SPARSE_F16: np.dtype("<f2"),
+}
 _VALUE_TYPES: dict[int, np.dtype[Any]] = {
     DENSE_F32: np.dtype("<f4"),
     DENSE_F16: np.dtype("<f2"),
-    SPARSE_F32: np.dtype("<f4"),
-    SPARSE_F16: np.dtype("<f2"),
+    **SPARSE_TYPES,
 }
 _HALF_EXPONENT = 15  # the largest weight is scaled into [2**14, 2**15), below float16's 65504
 
@@ -148,13 +151,13 @@ def max_dense_rows(message_bytes: int, vocab_size: int, copies: int = 1) -> int:
 
 def max_sparse_rows(message_bytes: int) -> int:
     """Sparse rows that surely fit into one message, of however many ids."""
-    row_bytes = MAX_SPARSE_IDS * (_ID_TYPE.itemsize + 4) + ROW_OVERHEAD
+    row_bytes = MAX_SPARSE_IDS * (ID_TYPE.itemsize + 4) + ROW_OVERHEAD
     return max(0, message_bytes - REST_BYTES) // row_bytes
 
 
 def encode(row: Row) -> session_pb2.Distribution:
     """Serialise a row. `decode` gives back the same bits."""
-    ids = b"" if row.ids is None else row.ids.numpy().astype(_ID_TYPE).tobytes()
+    ids = b"" if row.ids is None else row.ids.numpy().astype(ID_TYPE).tobytes()
     values = row.weights.numpy().astype(_VALUE_TYPES[row.encoding], copy=False).tobytes()
     return session_pb2.Distribution(
         encoding=row.encoding, vocab_size=row.vocab_size, ids=ids, values=values
@@ -212,9 +215,9 @@ def decode(message: session_pb2.Distribution, vocab_size: int) -> Row:
 
 
 def _decode_ids(data: bytes, vocab_size: int) -> Tensor:
-    if not data or len(data) % _ID_TYPE.itemsize:
+    if not data or len(data) % ID_TYPE.itemsize:
         raise CorruptFrame(f"{len(data)} bytes of ids, expected 4 each and some", field="ids")
-    ids = np.frombuffer(data, _ID_TYPE).astype(np.int64)
+    ids = np.frombuffer(data, ID_TYPE).astype(np.int64)
     if ids[-1] >= vocab_size or not (ids[1:] > ids[:-1]).all():
         raise CorruptFrame(f"ids must ascend strictly below {vocab_size}", field="ids")
     return torch.from_numpy(ids)

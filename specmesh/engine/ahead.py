@@ -21,7 +21,7 @@ from specmesh.engine.executor import Executor
 from specmesh.engine.pages import PageTables
 from specmesh.engine.role import Finished, Outlook, Role
 from specmesh.engine.scheduler import Segment, Step, Task
-from specmesh.engine.sessions import Checkpoint, Link, Request, Session, SessionTable
+from specmesh.engine.sessions import Checkpoint, Link, Session, SessionTable
 from specmesh.engine.waits import Waiting
 from specmesh.errors import NumericFault, OutOfPages, SpecmeshError
 from specmesh.ledger import Ledger
@@ -35,20 +35,10 @@ Decide = Callable[[list[Finished], torch.Tensor], Waiting[list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A task that was answered to its end, and may have been asked to look ahead."""
+    """A task that was answered to its end, and wants to know what may follow."""
 
     task: Task
     answer: Any
-
-    @property
-    def session(self) -> Session:
-        """Whose it was."""
-        return self.task.session
-
-    @property
-    def request(self) -> Request:
-        """What it answered."""
-        return self.task.request
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +79,7 @@ class WorkAhead:
         is one."""
         while self._wishes:
             serial, wish = next(iter(self._wishes.items()))
-            if self._is_current(wish):
+            if self._is_current(wish.task):
                 return True
             del self._wishes[serial]
         return False
@@ -101,7 +91,9 @@ class WorkAhead:
             return
         self._wishes[task.session.serial] = _Wish(task, answer)
         if len(self._wishes) > len(self._table):  # the device is never idle, and sessions end
-            current = {key: wish for key, wish in self._wishes.items() if self._is_current(wish)}
+            current = {
+                key: wish for key, wish in self._wishes.items() if self._is_current(wish.task)
+            }
             self._wishes = current
 
     def run(
@@ -113,7 +105,7 @@ class WorkAhead:
         was given up for them, or is of no use any more. Raises what the device raises.
         """
         wish = self._wishes.pop(next(iter(self._wishes)))
-        if not self._is_current(wish):
+        if not self._is_current(wish.task):
             return None
         forks: list[_Fork] = []
         try:
@@ -125,17 +117,18 @@ class WorkAhead:
         found = [
             (fork.outlook, answered[id(fork.task)]) for fork in forks if id(fork.task) in answered
         ]
-        if not found or not self._is_current(wish):
+        if not found or not self._is_current(wish.task):
             return None
-        command = wish.request.command
+        command = wish.task.request.command
         result = self._role.wire.result_type(
             session_id=command.session_id, epoch=command.epoch, round=command.round
         )
         self._role.foreseen(found, result)
-        return wish.request.link, result
+        return wish.task.request.link, result
 
-    def _is_current(self, wish: _Wish) -> bool:
-        session, request = wish.session, wish.request
+    def _is_current(self, task: Task) -> bool:
+        """Whether its session stands where the task has left it."""
+        session, request = task.session, task.request
         if self._table.get(request.link, session.session_id) is not session or session.queued:
             return False
         last = session.answered
@@ -151,12 +144,13 @@ class WorkAhead:
         for outlook in self._role.outlooks(wish.task, wish.answer):
             if is_overtaken():
                 return
-            fork = self._fork(wish.session, wish.request, outlook)
+            fork = self._fork(wish.task, outlook)
             if fork is not None:
                 forks.append(fork)
 
-    def _fork(self, origin: Session, request: Request, outlook: Outlook) -> _Fork | None:
+    def _fork(self, answered: Task, outlook: Outlook) -> _Fork | None:
         """None where K/V of the origin is gone, or too few pages are free."""
+        origin = answered.session
         shared_len = origin.ledger.confirmed_len + len(outlook.tokens) - 1
         if origin.ledger.written_len < shared_len:
             return None
@@ -168,7 +162,7 @@ class WorkAhead:
         ledger, pool = session.ledger, self._pages.pool
         task = Task(
             session=session,
-            request=request,
+            request=answered.request,
             checkpoint=NOTHING,
             before=ledger.boundaries,
             base_len=ledger.confirmed_len,

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.replica import CoordinatorReplica
 from protos.specmesh.v1 import session_pb2
 from specmesh.client import AsyncClient
 from specmesh.config import CoordinatorSettings, LinkSettings, ServerSettings
+from specmesh.metrics import CoordinatorMetrics
+from specmesh.round_record import RoundRecord
 from tests.rpc import peers
 from tests.rpc.fake_model import PrefixDecoder
 
@@ -119,3 +123,16 @@ async def running_stack(
         exits.push_async_callback(replica.stop)
         client = await exits.enter_async_context(AsyncClient(f"127.0.0.1:{replica.port}"))
         yield Stack(services["target"], services["draft"], replica, client)
+
+
+def recorded_rounds(monkeypatch: pytest.MonkeyPatch) -> list[RoundRecord]:
+    """Records of all rounds from now on, as coordinators of this process count them."""
+    records: list[RoundRecord] = []
+    observe = CoordinatorMetrics.observe_round
+
+    def observing(metrics: CoordinatorMetrics, record: RoundRecord) -> tuple[str, ...]:
+        records.append(record)
+        return observe(metrics, record)
+
+    monkeypatch.setattr(CoordinatorMetrics, "observe_round", observing)
+    return records

@@ -11,9 +11,7 @@ from coordinator.foresight import Foresight
 from coordinator.messages import Ahead
 from specmesh.client import GenerateOptions
 from specmesh.config import LinkSettings, SpeculationSettings
-from specmesh.metrics import CoordinatorMetrics
-from specmesh.round_record import RoundRecord
-from tests.e2e.stack import Stack, running_stack
+from tests.e2e.stack import Stack, recorded_rounds, running_stack
 
 PROMPT = [1, 2, 3, 4, 5]
 NUM_GATED = 8  # rounds whose verdict waits for what is drafted ahead
@@ -55,14 +53,7 @@ class Gate:
 async def test_rounds_that_were_foreseen_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text as without; of the rounds that had the time most begin with candidates that are
     there, nothing was refuted, and no page is kept."""
-    records: list[RoundRecord] = []
-    observe = CoordinatorMetrics.observe_round
-
-    def observing(metrics: CoordinatorMetrics, record: RoundRecord) -> tuple[str, ...]:
-        records.append(record)
-        return observe(metrics, record)
-
-    monkeypatch.setattr(CoordinatorMetrics, "observe_round", observing)
+    records = recorded_rounds(monkeypatch)
     async with running_stack(links=PATIENT) as stack:
         plain = await stack.client.generate(PROMPT, options(3))
         assert not any(record.was_ahead for record in records)

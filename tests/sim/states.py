@@ -93,7 +93,7 @@ def _service(host: Any) -> list[object]:
     engine = host.engine
     parts: list[object] = [(host.is_up, host.pool.num_free, engine._is_busy)]
     parts.append((engine._inbox.empty(), engine._scheduler.num_waiting))
-    parts.append([wish.request.command.round for wish in engine._ahead._wishes.values()])
+    parts.append([wish.task.request.command.round for wish in engine._ahead._wishes.values()])
     for session in engine._table:
         at_work = session.task is not None
         parts.append((session.session_id, session.epoch, session.ledger, session.answered, at_work))

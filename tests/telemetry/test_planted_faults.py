@@ -17,10 +17,9 @@ import torch
 from kernels.reference_rows import NEAR_TIE
 from specmesh.client import GenerateOptions
 from specmesh.config import LinkSettings, SpeculationSettings
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.round_record import RoundRecord
 from target_service.candidates import RedrawCheck
-from tests.e2e.stack import Stack, running_stack
+from tests.e2e.stack import Stack, recorded_rounds, running_stack
 from tests.exact.grpc_sessions import Generation, serve
 from tests.exact.tiny_llama import tiny_llama
 from tests.telemetry.planted import (
@@ -96,14 +95,7 @@ async def audited(
 ) -> list[RoundRecord]:
     """Records of all rounds, every one audited, of requests served one after another."""
     plant(fault, monkeypatch)
-    records: list[RoundRecord] = []
-    observe = CoordinatorMetrics.observe_round
-
-    def observing(metrics: CoordinatorMetrics, record: RoundRecord) -> tuple[str, ...]:
-        records.append(record)
-        return observe(metrics, record)
-
-    monkeypatch.setattr(CoordinatorMetrics, "observe_round", observing)
+    records = recorded_rounds(monkeypatch)
     speculation = SpeculationSettings(audit_ratio=1.0)
     async with running_stack(links=PATIENT, speculation=speculation) as stack:
         stats = [await served(stack, seed, 2, max_tokens=60) for seed in range(num_requests)]
