@@ -87,6 +87,13 @@ def test_law_of_rounds_drafted_ahead(k: int) -> None:
     assert law_is_kept(replace(setup, num_ahead=6), request, [])
 
 
+def test_law_of_whole_blocks_drafted_ahead() -> None:
+    """With room for it a round takes two candidates at once: neither which they are nor how they
+    are judged has a say in whether it does."""
+    setup, request = tiny(max_tokens=5, k=2)
+    assert law_is_kept(replace(setup, num_ahead=2), request, [])
+
+
 def test_law_where_some_rounds_were_foreseen_and_others_not() -> None:
     """Which of them begin at once depends on how the round before ended, and bends nothing, also
     where a coordinator is lost between them."""
