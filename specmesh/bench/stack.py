@@ -39,7 +39,8 @@ TRACE_EVERY = 4  # with few streams: one request in so many
 class Deployment:
     """What is started. drafts: (label, folder), the first one labelled as it is to be named.
 
-    extra: further flags by service. devices and dtype as of the engine's settings.
+    extra: further flags by service; by service-label of one further draft's process alone, where
+    they come after those of its service. devices and dtype as of the engine's settings.
     """
 
     target_dir: Path
@@ -87,14 +88,17 @@ def commands(
         draft, coordinator = planned["draft"], planned["coordinator"]
         argv = list(coordinator.argv)
         argv[argv.index("--targets") + 1] = f"{LOOPBACK}:{target.port}"
-        all_commands.append(_renamed(draft, label, draft.argv))
-        all_commands.append(_renamed(coordinator, label, tuple(argv)))
+        all_commands.append(_labelled(deployment, draft, label, draft.argv))
+        all_commands.append(_labelled(deployment, coordinator, label, argv))
         addresses[label] = coordinator.address
     return all_commands, addresses
 
 
-def _renamed(command: ServiceCommand, label: str, argv: tuple[str, ...]) -> ServiceCommand:
+def _labelled(
+    deployment: Deployment, command: ServiceCommand, label: str, argv: Sequence[str]
+) -> ServiceCommand:
     name = f"{command.name}-{label}"
+    argv = (*argv, *deployment.extra.get(name, ()))
     return ServiceCommand(name, argv, command.port, command.log_path.with_name(f"{name}.log"))
 
 
@@ -106,8 +110,8 @@ def _flags(deployment: Deployment) -> dict[str, list[str]]:
     }
     # The load says which requests are traced.
     flags["coordinator"] = ["--telemetry.sampling-ratio", "0"]
-    for name, more in deployment.extra.items():
-        flags[name] += more
+    for name, own in flags.items():
+        own += deployment.extra.get(name, ())
     return flags
 
 

@@ -64,7 +64,7 @@ def standard_cases(concurrencies: Sequence[int], other_drafts: Sequence[str]) ->
     for c in ends:
         cases += [Case(c, 0, 0.0), Case(c, None, 0.0)]
     for draft in other_drafts:
-        cases += [Case(min(concurrencies), FIXED_TOKENS, draft=draft)]
+        cases += [Case(c, FIXED_TOKENS, draft=draft) for c in ends]
         cases += [Case(c, None, draft=draft) for c in concurrencies]
     return cases
 

@@ -19,7 +19,7 @@ import typer
 
 from specmesh.cli.flags import usable_device
 from specmesh.cli.output import progress, stderr, stdout, table
-from specmesh.cli.up import default_cache_dir, resolve_models, settings_flags
+from specmesh.cli.up import SERVICES, default_cache_dir, resolve_models, settings_flags
 from specmesh.errors import InvalidRequest, SpecmeshError
 
 if TYPE_CHECKING:
@@ -38,7 +38,12 @@ def bench_stack(
     target_device: str = typer.Option("cpu", "--target-device", help="For instance cuda:0."),
     draft_device: str = typer.Option("cpu", "--draft-device", help="For instance cuda:1."),
     dtype: str = typer.Option("auto", "--dtype", help="As of --engine.dtype."),
-    set_: list[str] = typer.Option([], "--set", help="SERVICE.section.key=value, as of up."),
+    set_: list[str] = typer.Option(
+        [],
+        "--set",
+        help="SERVICE.section.key=value, as of up: of every draft, coordinator or the target. "
+        "SERVICE may be draft-LABEL or coordinator-LABEL too: that one alone, after those of all.",
+    ),
     concurrency: str = typer.Option("1,4,16,64", "--concurrency", help="Live streams."),
     cases: str = typer.Option("", "--cases", help="Names with * and ?, comma-separated; all."),
     list_: bool = typer.Option(False, "--list", help="Print the cases and their time; run none."),
@@ -65,7 +70,9 @@ def bench_stack(
     from specmesh.launcher import new_log_dir
 
     others = [_labelled(each) for each in other_draft]
-    found = standard_cases(_counts(concurrency), [label for label, _ in others])
+    labels = [label for label, _ in others]
+    extra = settings_flags(set_, [*SERVICES, *_labelled_services(labels)])
+    found = standard_cases(_counts(concurrency), labels)
     chosen = selected(found, [each for each in cases.split(",") if each])
     if list_:
         return _print_cases(chosen, seconds + warm_up)
@@ -82,7 +89,7 @@ def bench_stack(
         target_device=target_device,
         draft_device=draft_device,
         dtype=dtype,
-        extra=settings_flags(set_),
+        extra=extra,
         start_timeout_s=start_timeout,
     )
     keep = _Keep(output)
@@ -161,6 +168,11 @@ def _labelled(text: str) -> tuple[str, Path]:
     if not equals or not label.isalnum():
         raise InvalidRequest(f"{text!r} is not LABEL=DIR", field="other_draft")
     return label, Path(folder)
+
+
+def _labelled_services(labels: Sequence[str]) -> list[str]:
+    """What each further draft has of its own, as its processes are called."""
+    return [f"{service}-{label}" for label in labels for service in ("coordinator", "draft")]
 
 
 def _run(

@@ -182,16 +182,21 @@ def up(
         raise typer.Exit(128 + interrupted.signum) from None
 
 
-def settings_flags(assignments: Sequence[str]) -> dict[str, list[str]]:
-    """`target.engine.num_pages=64` as flags per service. Raises InvalidRequest on another form."""
+def settings_flags(
+    assignments: Sequence[str], services: Sequence[str] = SERVICES
+) -> dict[str, list[str]]:
+    """`target.engine.num_pages=64` as flags per service. Raises InvalidRequest on another form.
+
+    services: names that may stand before the first dot.
+    """
     flags: dict[str, list[str]] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         service, dot, key = name.partition(".")
-        if not equals or not dot or service not in SERVICES:
+        if not equals or not dot or service not in services:
             raise InvalidRequest(
                 f"{assignment!r} is not SERVICE.section.key=value with SERVICE one of "
-                f"{', '.join(SERVICES)}",
+                f"{', '.join(services)}",
                 field="set",
             )
         flags.setdefault(service, []).extend([f"--{key.replace('_', '-')}", value])

@@ -22,6 +22,7 @@ def test_stack_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     flags += ["--cases", "chat-policy-c2,chat-k4-c2,chat-b-k4-c2,stack-plain-c2"]
     flags += ["--seconds", "1.5", "--warm-up", "3", "--long-prompt", "80"]
     flags += ["--set", "coordinator.ray.enabled=false", "--output", str(output)]
+    flags += ["--set", "coordinator-b.speculation.num-ahead=2"]
     flags += ["--cache-dir", str(tmp_path / "cache")]
     assert main(flags) == 0, capsys.readouterr().err
     records = {each["name"]: each for each in map(json.loads, output.read_text().splitlines())}

@@ -34,6 +34,8 @@ from specmesh.bench.steady_load import (
     trace_parent,
 )
 from specmesh.bench.windows import Measured
+from specmesh.cli import up
+from specmesh.config import CoordinatorSettings, DraftSettings, load_settings
 from specmesh.errors import ConfigError, NotReady
 from specmesh.launcher import Stack
 from specmesh.request import GenerateOptions
@@ -210,7 +212,7 @@ def test_cases_are_called_as_results_are_kept() -> None:
     found = standard_cases([1, 4, 16, 64], ["1b"])
     names = [case.name for case in found]
     assert len(set(names)) == len(names)
-    assert {"stack-plain-c1", "stack-plain-c64", "chat-1b-k4-c1"} <= set(names)
+    assert {"stack-plain-c1", "stack-plain-c64", "chat-1b-k4-c1", "chat-1b-k4-c64"} <= set(names)
     speedups = {case.speedup_name for case in found if case.num_draft_tokens != 0}
     wanted = {f"speedup-chat-c{c}" for c in (1, 4, 16, 64)}
     assert wanted | {"speedup-chat-k4-c1", "speedup-chat-greedy-c1"} <= speedups
@@ -291,6 +293,30 @@ def test_one_target_serves_every_draft(tmp_path: Path) -> None:
         "1b": f"127.0.0.1:{ports['coordinator-1b']}",
     }
     assert len({command.log_path for command in planned}) == 5
+
+
+def test_flags_of_one_label_are_read_there_alone_and_after_those_of_all(tmp_path: Path) -> None:
+    """The same draft with and without drafting ahead: each process reads what was meant for it."""
+    extra = up.settings_flags(
+        [
+            "coordinator-ahead.speculation.num_ahead=16",
+            "coordinator.speculation.num_ahead=4",
+            "draft.engine.max_sessions=2",
+            "draft-ahead.engine.max_sessions=3",
+        ],
+        ["coordinator", "draft", "coordinator-ahead", "draft-ahead"],
+    )
+    drafts = [("", tmp_path), ("ahead", tmp_path), ("b", tmp_path)]
+    planned, _ = commands(Deployment(tmp_path, drafts, tmp_path, extra=extra), tmp_path)
+    flags = {command.name: command.argv[3:] for command in planned}
+    assert {
+        name: load_settings(CoordinatorSettings, flags[name]).speculation.num_ahead
+        for name in ("coordinator", "coordinator-ahead", "coordinator-b")
+    } == {"coordinator": 4, "coordinator-ahead": 16, "coordinator-b": 4}
+    assert {
+        name: load_settings(DraftSettings, flags[name]).engine.max_sessions
+        for name in ("draft", "draft-ahead", "draft-b")
+    } == {"draft": 2, "draft-ahead": 3, "draft-b": 2}
 
 
 # ---------------------------------------------------------------- load

@@ -17,7 +17,7 @@ import torch
 from specmesh import launcher
 from specmesh.cli import main
 from specmesh.cli.outcome import ExitCode
-from specmesh.cli.up import running_stack
+from specmesh.cli.up import running_stack, settings_flags
 from specmesh.errors import ConfigError, InvalidRequest
 from specmesh.request import GenerateOptions
 from specmesh.rpc import Health, RpcLimits, bind, create_server
@@ -51,6 +51,32 @@ def test_a_flag_that_names_no_device(
     assert code == ExitCode.USAGE
     field = flags[-1].removeprefix("--").replace("-", "_")
     assert shown == f"{field}: unsupported device {name}: it must be cpu, cuda or cuda:N"
+
+
+@pytest.mark.parametrize("service", ["coordinator-b", "draft-", "target-ahead", "coordinater"])
+def test_a_setting_of_a_process_that_bench_stack_has_not(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that --set of no known label or service is refused before models are looked at."""
+    flags = ["bench-stack", "--target", "none", "--draft", "none", "--other-draft", "ahead=none"]
+    flags += ["--set", f"{service}.speculation.num-ahead=16"]
+    code, shown = error_of(flags, capsys)
+    assert code == ExitCode.USAGE
+    assert shown == (
+        f"set: '{service}.speculation.num-ahead=16' is not SERVICE.section.key=value with SERVICE "
+        "one of coordinator, draft, target, coordinator-ahead, draft-ahead"
+    )
+
+
+def test_labels_are_names_for_bench_stack_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves that --set takes both processes of a label there, and that up knows no labels."""
+    flags = ["bench-stack", "--other-draft", "ahead=none", "--list"]
+    for service in ("coordinator-ahead", "draft-ahead", "draft"):
+        flags += ["--set", f"{service}.telemetry.log_level=debug"]
+    assert main(flags) == ExitCode.OK
+    capsys.readouterr()
+    with pytest.raises(InvalidRequest, match=r"SERVICE one of coordinator, draft, target$"):
+        settings_flags(["draft-ahead.telemetry.log_level=debug"])
 
 
 @pytest.mark.parametrize("command", MODEL_COMMANDS)
