@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.configs.layers import LinearTiles, launches_early, linear_tiles
+from kernels.configs.layers import LinearTiles, Specialised, launches_early, linear_tiles
 from kernels.fp8_weight import Fp8Weight
 from kernels.linear_kernels import _finish_kernel, _linear_kernel
 from kernels.linear_persistent import fits_persistent, launch_persistent
@@ -66,9 +66,22 @@ def _num_chunks(weight: Tensor, dtype: torch.dtype) -> int:
     return triton.cdiv(weight.shape[1], chunk_depth(weight, dtype))
 
 
-def _splits(tiles: LinearTiles, weight: Tensor, dtype: torch.dtype) -> bool:
+def _specialised(
+    tiles: LinearTiles, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
+    activation: str,
+) -> Specialised | None:  # fmt: skip
+    """The launch of `linear_specialised` that takes this product, if one does."""
+    own, chunk = tiles.specialised, chunk_depth(weight, x.dtype)
+    takes = own is not None and fits(x, weight, scale, bias, activation, chunk, own)
+    return own if takes else None
+
+
+def _splits(
+    tiles: LinearTiles, own: Specialised | None, weight: Tensor, dtype: torch.dtype
+) -> bool:
     """Whether programs share the chunks of this product, and leave their sums to be added."""
-    return tiles.split and _num_chunks(weight, dtype) > 1
+    split = tiles.split if own is None else own.split
+    return split and _num_chunks(weight, dtype) > 1
 
 
 def _descriptor(tensor: Tensor, block: int, step_k: int) -> TensorDescriptor:
@@ -111,13 +124,13 @@ def launch_product(
         return F.linear(x, weight)[None]
     swiglu = activation == "swiglu"
     tiles = linear_tiles(x, weight, swiglu)
-    own, lasting = tiles.specialised, tiles.persistent
+    own, lasting = _specialised(tiles, x, weight, scale, bias, activation), tiles.persistent
     chunk, early = chunk_depth(weight, x.dtype), launches_early(x.device)
     partials = None
-    if _splits(tiles, weight, x.dtype):
+    if _splits(tiles, own, weight, x.dtype):
         shape = (_num_chunks(weight, x.dtype), x.shape[0], weight.shape[0])
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if own is not None and fits(x, weight, scale, bias, activation, chunk, tiles.split, own):
+    if own is not None:
         launch_specialised(x, weight, residual, out, partials, swiglu, chunk, own, early)
     elif lasting is not None and fits_persistent(
         x, weight, scale, bias, residual, activation, chunk, lasting
@@ -238,13 +251,17 @@ _chunks = torch.library.custom_op("specmesh::linear_chunks", _launch_chunks, mut
 
 @_chunks.register_fake
 def _chunks_fake(
-    x: Tensor, weight: Tensor, _scale: Tensor | None, _bias: Tensor | None, invariant: bool
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, invariant: bool
 ) -> Tensor:
     rows, width = x.shape[0], weight.shape[0]
-    if rows == 0 or (invariant and not _splits(linear_tiles(x, weight, False), weight, x.dtype)):
+    if rows == 0:
         return x.new_empty(rows, width)
     if not invariant:
         return x.new_empty(1, rows, width)
+    tiles = linear_tiles(x, weight, False)
+    own = _specialised(tiles, x, weight, scale, bias, "none")
+    if not _splits(tiles, own, weight, x.dtype):
+        return x.new_empty(rows, width)
     return x.new_empty(_num_chunks(weight, x.dtype), rows, width, dtype=torch.float32)
 
 

@@ -304,20 +304,20 @@ def registers_of(own: Specialised) -> tuple[int | None, tuple[int, int]]:
     return None if own.at_once == 1 else most, (second, copying)
 
 
-def shared_bytes(own: Specialised, split: bool, swiglu: bool) -> int:
+def shared_bytes(own: Specialised, swiglu: bool) -> int:
     """Shared memory of a program, with room for barriers and what the compiler hands over."""
     rows = own.rows + own.more_rows
     stages = own.num_stages * (COLUMNS.value * own.groups + rows) * own.step_k * 2
-    results = 0 if split else own.groups * rows * COLUMNS.value * (1 if swiglu else 2)
+    results = 0 if own.split else own.groups * rows * COLUMNS.value * (1 if swiglu else 2)
     return stages + results + 512
 
 
-def fits_multiprocessor(own: Specialised, split: bool, swiglu: bool) -> bool:
+def fits_multiprocessor(own: Specialised, swiglu: bool) -> bool:
     """Whether a multiprocessor has memory and registers for the programs that are to run there at
     once. Beside its sums of ROWS a thread has 32 registers: the assembler takes no less."""
     most, _ = registers_of(own)
     has_registers = most is None or most >= own.rows // 2 + 32
-    num_bytes = own.at_once * (shared_bytes(own, split, swiglu) + 1024)
+    num_bytes = own.at_once * (shared_bytes(own, swiglu) + 1024)
     return has_registers and num_bytes <= SHARED_BYTES
 
 
@@ -329,21 +329,21 @@ def can_describe(tensor: Tensor) -> bool:
 
 def fits(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, activation: str,
-    chunk: int, split: bool, own: Specialised,
+    chunk: int, own: Specialised,
 ) -> bool:  # fmt: skip
     """Whether a product of x [num_rows, depth], rows > 0, and a weight [n, depth], gate and up or
-    plain, is the kernel's; split: whether chunks of K are to be stored apart.
+    plain, is the kernel's.
 
     Nothing to do behind the sums but SwiGLU, unless chunks stored apart leave it to the launch that
     adds them; 16-bit, whole tiles of weights, whole chunks of K that each fill the pipeline, and
     programs that all run at once: a second round of such tiles would leave most of a device idle.
     """
     num_weights, depth = weight.shape
-    num_chunks = triton.cdiv(depth, chunk) if split else 1
+    num_chunks = triton.cdiv(depth, chunk) if own.split else 1
     ends_here = bias is None and activation in ("none", "swiglu")
     return (
         scale is None
-        and (num_chunks > 1 and activation != "swiglu" if split else ends_here)
+        and (num_chunks > 1 and activation != "swiglu" if own.split else ends_here)
         and x.dtype in TYPES
         and weight.dtype is x.dtype
         and num_weights % (COLUMNS.value * own.groups) == 0

@@ -6,7 +6,7 @@ row here. Made by `python -m kernels.configs.sweep`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ class Specialised:
     """Launch of `linear_specialised`: warpgroups a tile, each of 64 weights, and stages in flight
     of step_k columns of K.
 
-    A tile has rows and more_rows, 0 for none. at_once: programs a multiprocessor holds, which share
-    its registers and memory. num_multiprocessors: of the device, as all programs run at once.
+    A tile has rows and more_rows, 0 for none. split: programs share the chunks of K. at_once:
+    programs a multiprocessor holds, which share its registers and memory. num_multiprocessors: of
+    the device, as all programs run at once.
     """
 
     groups: int
@@ -36,6 +37,7 @@ class Specialised:
     rows: int = 128
     more_rows: int = 32
     step_k: int = 64
+    split: bool = False
     at_once: int = 1
     num_multiprocessors: int = 132
 
@@ -63,8 +65,8 @@ class LinearTiles:
     with as many more stages.
     descriptors: bulk copies where the layout allows, but of rows if `gathers`. ahead: columns of K
     asked for before the kernel ahead has ended, a power of two. specialised: products that fit take
-    `linear_specialised`, split or not as here. persistent: those of one chunk that fit, plain or
-    with SwiGLU, take `linear_persistent`.
+    `linear_specialised`, split as its own launch says. persistent: those of one chunk that fit,
+    plain or with SwiGLU, take `linear_persistent`.
     """
 
     block_m: int
@@ -101,9 +103,6 @@ _FEW = [
     (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
     (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
 ]
-# Whether `linear_persistent` is launched where the table names it. Off until a device has run the
-# kernel as it is, to its end and with equal bits, as it did its drafts (kernels/RESULTS.md).
-RUNS_PERSISTENT = False
 _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
     ("sm_90", "swiglu"): [
         (16, LinearTiles(16, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
@@ -115,16 +114,20 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
         (1 << 62, LinearTiles(128, 64, 4, 3, more_m=32, turned=True, descriptors=True)),
     ],
     ("sm_90", "wide"): [
-        *_FEW,
+        *_FEW[:2],
+        (48, LinearTiles(32, 64, 4, 4, more_m=16, block_k=128, turned=True, descriptors=True)),
+        *_FEW[2:],
         (160, LinearTiles(128, 128, 8, 3, more_m=32, turned=True, descriptors=True,
-                          persistent=Persistent())),
-        (320, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True,
                           persistent=Persistent())),
         (1 << 62, LinearTiles(256, 128, 8, 4, more_m=64, turned=True, descriptors=True)),
     ],
     ("sm_90", "middle"): [
         (16, LinearTiles(16, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True)),
-        *_FEW[1:],
+        _FEW[1],
+        (40, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True,
+                         specialised=Specialised(1, 16, 32, 8))),
+        (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True,
+                         specialised=Specialised(1, 13, 64, 0))),
         (160, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True,
                           specialised=Specialised(1, 7))),
         (320, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True,
@@ -132,9 +135,13 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
         (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, turned=True, descriptors=True)),
     ],
     ("sm_90", "narrow"): [
-        *_FEW,
+        *_FEW[:2],
+        (48, LinearTiles(32, 64, 4, 3, more_m=16, block_k=128, turned=True, descriptors=True,
+                         split=True)),
+        (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True,
+                         specialised=Specialised(1, 6, 64, 0, step_k=128))),
         (160, LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, descriptors=True,
-                          split=True, specialised=Specialised(2, 6))),
+                          split=True, specialised=Specialised(1, 12, 64, 16))),
         (320, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True,
                           specialised=Specialised(1, 7))),
         (1 << 62, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True,
@@ -194,5 +201,5 @@ def linear_tiles(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
     kind = linear_kind(weight, swiglu)
     for most, tiles in _LINEAR.get((name, f"fp8 {kind}" if is_fp8 else kind), []):
         if x.shape[0] <= most:
-            return tiles if RUNS_PERSISTENT else replace(tiles, persistent=None)
+            return tiles
     return _LINEAR_FALLBACK

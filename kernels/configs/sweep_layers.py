@@ -40,14 +40,6 @@ def _linear(kind: str, tiles: LinearTiles) -> Callable[[], None]:
     return lambda: layers._LINEAR.__setitem__((ARCHITECTURE, kind), [(1 << 62, tiles)])
 
 
-def _persistent(kind: str, tiles: LinearTiles) -> Callable[[], None]:
-    def choose() -> None:
-        _linear(kind, tiles)()
-        layers.RUNS_PERSISTENT = True
-
-    return choose
-
-
 def _rope(launch: RopeLaunch) -> Callable[[], None]:
     return lambda: layers._ROPE.__setitem__(ARCHITECTURE, launch)
 
@@ -145,20 +137,20 @@ def _deepest(
     more on each multiprocessor, where the next launch can begin; None where there is none."""
     x, weight, _ = product.meta()
     swiglu, chunk = product.activation == "swiglu", chunk_depth(weight, x.dtype)
-    own = Specialised(groups, 1, *tile, step_k)
+    own = Specialised(groups, 1, *tile, step_k, split)
     programs = grid_of(len(x), len(weight), weight.shape[1] // chunk if split else 1, own)[2]
     at_once = -(-programs // own.num_multiprocessors) + spare
     if programs < LEAST_PROGRAMS or at_once > MOST_AT_ONCE:
         return None
     for stages in range(chunk // step_k, 127 // step_k + 1, -1):
-        own = Specialised(groups, stages, *tile, step_k, at_once)
-        if fits_multiprocessor(own, split, swiglu):
+        own = Specialised(groups, stages, *tile, step_k, split, at_once)
+        if fits_multiprocessor(own, swiglu):
             return own
     return None
 
 
-def _specialised(product: Product) -> list[tuple[Specialised, bool]]:
-    """(launch, whether chunks are stored apart) of those that fit."""
+def _specialised(product: Product) -> list[Specialised]:
+    """Launches that fit."""
     x, weight, _ = product.meta()
     chunk, rows = chunk_depth(weight, x.dtype), product.num_rows
     tiles = [(64, 16), (128, 32)] if rows > 64 else [(64, 0)] if rows > 48 else [(32, 8), (64, 0)]
@@ -166,14 +158,11 @@ def _specialised(product: Product) -> list[tuple[Specialised, bool]]:
     for tile, groups, split in itertools.product(tiles, (1, 2), (False, True)):
         for step_k, spare in ((64, 0), (128, 0), (64, 1)):
             if rows > 16 and (tile == tiles[0] or (step_k, spare) == (64, 0)):
-                wanted.append((_deepest(product, groups, tile, step_k, split, spare), split))
+                wanted.append(_deepest(product, groups, tile, step_k, split, spare))
     if rows > 64:
-        wanted += [(Specialised(1, 5), False), (Specialised(1, 7), True)]
-    return [
-        (own, split)
-        for own, split in wanted
-        if own and fits(x, weight, None, None, product.activation, chunk, split, own)
-    ]
+        wanted += [Specialised(1, 5), Specialised(1, 7, split=True)]
+    end = product.activation
+    return [own for own in wanted if own and fits(x, weight, None, None, end, chunk, own)]
 
 
 def _takes_persistent(product: Product) -> bool:
@@ -190,15 +179,11 @@ def product_trials(product: Product) -> list[Trial]:
     x, weight, _ = product.meta()
     present = linear_tiles(x, weight, product.activation == "swiglu")
     found = [(shown(tiles), tiles) for tiles in _general_tiles(product)]
-    for own, split in _specialised(product):
-        label = shown(own) + (", split" if split else "")
-        found.append((label, replace(base, split=split, specialised=own)))
-    trials_of = [Trial(case, PRESENT, lambda: None)]
-    trials_of += [Trial(case, name, _linear(kind, own)) for name, own in found if own != present]
+    found += [(shown(own), replace(base, specialised=own)) for own in _specialised(product)]
     if _takes_persistent(product):
-        tiles = replace(base, persistent=Persistent())
-        trials_of.append(Trial(case, shown(Persistent()), _persistent(kind, tiles)))
-    return trials_of
+        found.append((shown(Persistent()), replace(base, persistent=Persistent())))
+    trials_of = [Trial(case, name, _linear(kind, own)) for name, own in found if own != present]
+    return [Trial(case, PRESENT, lambda: None), *trials_of]
 
 
 def trials() -> list[Trial]:

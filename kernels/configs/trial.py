@@ -35,12 +35,10 @@ def _tables() -> list[dict[Any, Any]]:
 def in_use(trial: Trial) -> Iterator[None]:
     """The trial's launch is the one in use; behind it the tables are as they were."""
     saved = [dict(table) for table in _tables()]
-    runs_persistent = layers.RUNS_PERSISTENT
     trial.choose()
     try:
         yield
     finally:
-        layers.RUNS_PERSISTENT = runs_persistent
         for table, before in zip(_tables(), saved, strict=True):
             table.clear()
             table.update(before)

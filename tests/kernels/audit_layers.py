@@ -30,8 +30,7 @@ from kernels import (
     sampling,
     shaping,
 )
-from kernels.configs import layers
-from kernels.configs.layers import Specialised
+from kernels.configs.layers import Specialised, linear_tiles
 from kernels.fp8_weight import FP8
 from kernels.sampling import DraftKind
 from tests.kernels.sm90_audit import Launch, compile_launch, recorded
@@ -132,13 +131,13 @@ def sampling_launches() -> Iterator[tuple[str, Launch]]:
 
 def linear_launches() -> Iterator[tuple[str, Launch]]:
     """Products of weights of the activations' type and of one byte, and what adds their chunks."""
-    shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 64, 160, 320)]
+    shapes = [(rows, 4096, 28672, "swiglu") for rows in (1, 32, 64, 128, 160, 320)]
     shapes += [(rows, 576, 3072, "swiglu") for rows in (1, 64)]
-    shapes += [(rows, 14336, 4096, "none") for rows in (5, 64, 160, 320)]
-    shapes += [(rows, 4096, 6144, "none") for rows in (1, 160, 320)]
-    plain = [*shapes, *((rows, 4096, 128256, "none") for rows in (5, 320))]
-    fp8 = [*shapes, (32, 14336, 4096, "none"), (32, 4096, 28672, "swiglu")]
-    fp8 += [(rows, 5120, 27648, "none") for rows in (5, 160, 320)]
+    shapes += [(rows, 14336, 4096, "none") for rows in (5, 32, 64, 160, 320)]
+    shapes += [(rows, 4096, 6144, "none") for rows in (1, 32, 64, 160, 320)]
+    plain = [*shapes, (40, 14336, 4096, "none")]
+    plain += [(rows, 4096, 128256, "none") for rows in (5, 32, 40, 64, 160, 320)]
+    fp8 = [*shapes, *((rows, 5120, 27648, "none") for rows in (5, 32, 64, 160, 320))]
     fp8 += [(5, 576, 960, "none"), (5, 576, 576, "none")]
     for name, rows, depth, width, activation in (
         *(("linear", *shape) for shape in plain), *(("linear-fp8", *shape) for shape in fp8)
@@ -164,42 +163,55 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
         yield f"other-fp8-{activation}-{dtype}", launches[0]
 
 
+# Products, (rows, depth, weights, type), that the table has `linear_specialised` take: its every
+# launch, of one and two warpgroups.
+SPECIALISED = [
+    *((rows, 4096, 6144, torch.bfloat16) for rows in (40, 64, 160, 320)),
+    *((rows, 14336, 4096, torch.bfloat16) for rows in (64, 160, 320)),
+    (64, 14336, 4096, torch.float16), (320, 14336, 4096, torch.float16),
+]  # fmt: skip
+
+
+def specialised_products() -> Iterator[tuple[Tensor, Tensor, Specialised]]:
+    """(rows, weights, the table's launch) of SPECIALISED."""
+    for rows, depth, width, dtype in SPECIALISED:
+        x, weight = meta(rows, depth, dtype=dtype), meta(width, depth, dtype=dtype)
+        own = linear_tiles(x, weight, False).specialised
+        assert own is not None
+        yield x, weight, own
+
+
 def specialised_launches() -> Iterator[tuple[str, Launch]]:
-    """Every launch of the table: one and two warpgroups, chunks in turn and apart."""
-    for rows, depth, width, dtype in (
-        (160, 4096, 6144, torch.bfloat16), (320, 4096, 6144, torch.bfloat16),
-        (160, 14336, 4096, torch.bfloat16), (320, 14336, 4096, torch.bfloat16),
-        (320, 14336, 4096, torch.float16),
-    ):  # fmt: skip
-        residual = meta(rows, width, dtype=dtype) if width == 4096 else None
+    """The table's, with a residual and without."""
+    for x, weight, own in specialised_products():
+        (rows, depth), width = x.shape, len(weight)
+        residual = meta(rows, width, dtype=x.dtype) if width == 4096 else None
         with (
             recorded(linear_specialised, "_specialised_linear_kernel") as launches,
             recorded(linear, "_finish_kernel"),
         ):
-            linear._launch_linear(
-                meta(rows, depth, dtype=dtype), meta(width, depth, dtype=dtype), None, None,
-                residual, "none", True,
-            )  # fmt: skip
-        yield f"specialised-{width}x{depth}-{rows}-{dtype}", launches[0]
+            linear._launch_linear(x, weight, None, None, residual, "none", True)
+        yield f"specialised-{width}x{depth}-{rows}-{x.dtype}-{own}", launches[0]
 
 
-# Launches that no table names yet: small tiles for few rows, (launch, weights, depth, end).
+# Launches that no table names, of one tile of rows: (launch, weights, depth, end).
 SMALL = [
-    (Specialised(1, 13, 64, 0), 4096, 4096, "residual"),
-    (Specialised(1, 16, 32, 8), 6144, 4096, "plain"),
-    (Specialised(2, 9, 64, 0), 4096, 14336, "chunks apart"),
+    (Specialised(1, 12, 32, 8), 4096, 4096, "residual"),
+    (Specialised(2, 8, 64, 0), 6144, 4096, "plain"),
+    (Specialised(2, 9, 64, 0, split=True), 4096, 14336, "chunks apart"),
     (Specialised(2, 5, 32, 8, at_once=2), 28672, 4096, "swiglu"),
     (Specialised(1, 3, 64, 0, at_once=4), 28672, 4096, "swiglu"),
-    (Specialised(1, 3, 64, 0, 128, at_once=2), 4096, 14336, "chunks apart"),
+    (Specialised(1, 3, 64, 0, 128, split=True, at_once=2), 4096, 14336, "chunks apart"),
+    (Specialised(2, 6, split=True), 4096, 14336, "chunks apart"),
 ]
 
 
 def small_launches() -> Iterator[tuple[str, Launch]]:
-    """What the sweep would have at 40 and 64 rows."""
+    """What a sweep may try: tiles that share a multiprocessor, SwiGLU, and chunks apart."""
     for own, width, depth, end in SMALL:
         rows, is_swiglu = own.rows + own.more_rows, end == "swiglu"
         residual = meta(rows, width) if end == "residual" else None
-        sums = floats(4, rows, width) if end == "chunks apart" else None
+        sums = floats(4, rows, width) if own.split else None
         x, weight = meta(rows, depth), meta(width, depth)
         out = meta(rows, width // 2 if is_swiglu else width)
         with recorded(linear_specialised, "_specialised_linear_kernel") as launches:
@@ -214,13 +226,10 @@ def persistent_launches() -> Iterator[tuple[str, Launch]]:
     """Gate and up, and a head, of an 8B model: tiles of four units alone, and of three as well."""
     for rows, width, activation, dtype in (
         (160, 28672, "swiglu", torch.bfloat16), (320, 28672, "swiglu", torch.bfloat16),
-        (320, 28672, "swiglu", torch.float16), (160, 128256, "none", torch.bfloat16),
-        (320, 128256, "none", torch.bfloat16),
+        (320, 28672, "swiglu", torch.float16), (65, 128256, "none", torch.bfloat16),
+        (160, 128256, "none", torch.bfloat16),
     ):  # fmt: skip
-        with (
-            recorded(linear_persistent, "_persistent_linear_kernel") as launches,
-            mock.patch.object(layers, "RUNS_PERSISTENT", new=True),
-        ):
+        with recorded(linear_persistent, "_persistent_linear_kernel") as launches:
             linear._launch_linear(
                 meta(rows, 4096, dtype=dtype), meta(width, 4096, dtype=dtype), None, None, None,
                 activation, True,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels import linear as module
 from kernels import linear_persistent
-from kernels.configs import layers
 from kernels.configs.layers import LinearTiles, Persistent, linear_tiles
 from kernels.fp8_weight import FP8
 from kernels.linear import chunk_depth, linear
@@ -19,12 +18,6 @@ from tests.kernels.gluon_model import Model, names_in, run_launch
 from tests.kernels.sm90_audit import recorded
 
 PERSISTENT, PRESENT = "_persistent_linear_kernel", "_linear_kernel"
-
-
-@pytest.fixture(autouse=True)
-def runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the table names is launched."""
-    monkeypatch.setattr(layers, "RUNS_PERSISTENT", True)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,20 +44,13 @@ def kernel_of(
     ("width", "activation"), [(28672, "swiglu"), (128256, "none"), (151936, "none")]
 )
 def test_many_rows_of_wide_weights_take_it(width: int, activation: str, dtype: torch.dtype) -> None:
-    """Gate and up of an 8B model, and heads."""
+    """Gate and up of an 8B model, and heads, of one tile of rows alone."""
     weight = meta(width, 4096, dtype=dtype)
-    fewest = 129 if activation == "swiglu" else 65
-    for rows in (fewest, 160, 161, 300, 320):
+    takes = (129, 160, 161, 300, 320) if activation == "swiglu" else (65, 100, 160)
+    for rows in takes:
         assert kernel_of(meta(rows, 4096, dtype=dtype), weight, activation) == PERSISTENT, rows
-    assert kernel_of(meta(fewest - 1, 4096, dtype=dtype), weight, activation) == PRESENT
-
-
-def test_it_is_off_until_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that no device has run is nobody's default."""
-    x, weight = meta(320, 4096), meta(28672, 4096)
-    assert kernel_of(x, weight) == PERSISTENT
-    monkeypatch.setattr(layers, "RUNS_PERSISTENT", False)
-    assert kernel_of(x, weight) == PRESENT
+    for rows in (takes[0] - 1, takes[-1] + 1):
+        assert kernel_of(meta(rows, 4096, dtype=dtype), weight, activation) == PRESENT, rows
 
 
 def test_everything_else_stays() -> None:
@@ -77,8 +63,10 @@ def test_everything_else_stays() -> None:
         assert kernel_of(meta(rows, 4096), weight) == PRESENT, rows
     assert kernel_of(x, weight, bias=meta(28672)) == PRESENT
     assert kernel_of(x, weight, residual=meta(320, 14336)) == PRESENT
-    assert kernel_of(x, weight, "none", residual=meta(320, 28672)) == PRESENT
-    assert kernel_of(x, weight, "silu") == PRESENT
+    assert kernel_of(meta(160, 4096), weight, "none") == PERSISTENT
+    assert kernel_of(meta(160, 4096), weight, "none", residual=meta(160, 28672)) == PRESENT
+    assert kernel_of(meta(160, 4096), weight, "none", bias=meta(28672)) == PRESENT
+    assert kernel_of(meta(160, 4096), weight, "silu") == PRESENT
     assert kernel_of(x, weight.to(FP8), scale=meta(28672).float()) == PRESENT
     assert kernel_of(x.float(), weight.float()) == PRESENT
     assert kernel_of(x, meta(8192, 4096)) == PRESENT  # four chunks
@@ -144,7 +132,7 @@ def without(tiles: LinearTiles) -> LinearTiles:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("rows", [129, 160, 161, 288, 289, 320])
+@pytest.mark.parametrize("rows", [65, 129, 160, 161, 288, 289, 320])
 @pytest.mark.parametrize(
     ("width", "depth", "activation"),
     [
@@ -270,7 +258,7 @@ def test_the_text_of_the_kernel_adds_what_it_should(
 
 def test_the_table_asks_for_what_fits() -> None:
     """Where it was measured, and where programs would be idle too long it is refused."""
-    for rows, width in ((160, 28672), (320, 28672), (160, 128256), (320, 128256)):
+    for rows, width in ((160, 28672), (320, 28672), (65, 128256), (160, 128256)):
         x, weight = meta(rows, 4096), meta(width, 4096)
         own = linear_tiles(x, weight, width == 28672).persistent
         assert own is not None

@@ -1,4 +1,4 @@
-"""Products of many rows by specialised warps: who takes them, every tile once, equal bits."""
+"""Products by specialised warps: who takes them, every tile once, equal bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import linear as module
 from kernels import linear_specialised
+from kernels.configs import layers
 from kernels.configs.layers import LinearTiles, Specialised, linear_tiles
 from kernels.configs.sweep_layers import shown
 from kernels.fp8_weight import FP8
@@ -51,7 +52,22 @@ def kernel_of(
     return SPECIALISED if specialised else PRESENT
 
 
-@pytest.mark.parametrize("rows", [65, 129, 160, 161, 300, 320])
+def launches_of_the_table() -> list[Specialised]:
+    """Of every kind of weight and number of rows, each once."""
+    of_rows = [tiles.specialised for rows in layers._LINEAR.values() for _, tiles in rows]
+    return list(dict.fromkeys(own for own in of_rows if own is not None))
+
+
+@pytest.fixture
+def table_splits(monkeypatch: pytest.MonkeyPatch) -> Specialised:
+    """The table names a launch for 160 rows that stores chunks apart."""
+    own = Specialised(2, 6, split=True)
+    tiles = LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, specialised=own)
+    monkeypatch.setitem(layers._LINEAR, ("sm_90", "narrow"), [(160, tiles)])
+    return own
+
+
+@pytest.mark.parametrize("rows", [49, 64, 65, 129, 160, 161, 300, 320])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "depth"), [(6144, 4096), (4096, 4096), (4096, 14336)])
 def test_many_rows_of_narrow_weights_take_it(
@@ -64,12 +80,17 @@ def test_many_rows_of_narrow_weights_take_it(
 
 
 def test_everything_else_stays() -> None:
-    """Few rows, very many, other types, weights of one byte, bias and activations where one launch
-    ends the layer, cut tiles and chunks, rows off their 16 bytes, and more tiles than a round."""
+    """Few rows, very many, other types, weights of one byte, bias and activations, cut tiles and
+    chunks, chunks shorter than the stages, rows off their 16 bytes, and more tiles than a round."""
     x, weight = meta(320, 4096), meta(4096, 4096)
     assert kernel_of(x, weight) == SPECIALISED
-    for rows in (1, 64, 321, 4096):
+    for rows in (1, 40, 48, 321, 4096):
         assert kernel_of(meta(rows, 4096), weight) == PRESENT, rows
+    for rows, own in ((1, PRESENT), (32, PRESENT), (33, SPECIALISED), (40, SPECIALISED)):
+        assert kernel_of(meta(rows, 4096), meta(6144, 4096)) == own, rows
+    for rows in (40, 64, 160):
+        assert kernel_of(meta(rows, 4096), meta(6144, 4096), bias=meta(6144)) == PRESENT, rows
+        assert kernel_of(meta(rows, 4096), meta(6144, 4096), activation="silu") == PRESENT, rows
     assert kernel_of(x, weight, bias=meta(4096)) == PRESENT
     assert kernel_of(x, weight, activation="silu") == PRESENT
     assert kernel_of(x, weight, activation="swiglu") == PRESENT
@@ -82,37 +103,89 @@ def test_everything_else_stays() -> None:
     assert kernel_of(x, meta(4096, 4100)[:, :4096]) == PRESENT
     assert kernel_of(x, meta(4096, 4096).T) == PRESENT
     assert kernel_of(x, meta(4352, 4096)) == PRESENT  # 68 x 2 tiles
+    assert kernel_of(meta(160, 4096), meta(4352, 4096)) == PRESENT
+    assert kernel_of(meta(80, 4096), meta(4352, 4096)) == SPECIALISED
     assert kernel_of(meta(320, 1024), meta(4096, 1024)) == SPECIALISED  # one chunk
-    assert kernel_of(meta(160, 1024), meta(4096, 1024)) == PRESENT  # and nothing to split
+    assert kernel_of(meta(160, 1024), meta(4096, 1024)) == SPECIALISED
     assert kernel_of(meta(320, 1280), meta(4096, 1280)) == PRESENT  # chunks of five stages
-    # What a split leaves to the launch that adds does not matter.
-    split = meta(160, 4096)
-    assert kernel_of(split, weight, bias=meta(4096), activation="silu") == SPECIALISED
+    assert kernel_of(meta(40, 2048), meta(6144, 2048)) == PRESENT  # of eight
+    assert kernel_of(meta(64, 2048), meta(4096, 2048)) == PRESENT  # of four, of 128 columns
+
+
+@pytest.mark.usefixtures("table_splits")
+def test_what_a_split_leaves_to_the_launch_that_adds_does_not_matter() -> None:
+    """Bias and activations; a product of one chunk has nothing to split."""
+    x, weight = meta(160, 4096), meta(4096, 4096)
+    assert kernel_of(x, weight, bias=meta(4096), activation="silu") == SPECIALISED
+    assert kernel_of(x, weight, residual=x) == SPECIALISED
+    assert kernel_of(meta(160, 1024), meta(4096, 1024)) == PRESENT
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_what_it_cannot_end_is_refused_whatever_the_table_asks(split: bool) -> None:
     """Scales always; bias and activations but SwiGLU unless another launch adds the chunks, SwiGLU
     where one does; one chunk where it should."""
-    x, weight, own = meta(160, 4096), meta(6144, 4096), Specialised(1, 7, num_multiprocessors=384)
-    assert fits(x, weight, None, None, "none", 1024, split, own)
-    assert fits(x, weight, None, meta(6144), "none", 1024, split, own) is split
-    assert fits(x, weight, None, None, "silu", 1024, split, own) is split
-    assert not fits(x, weight, meta(6144).float(), None, "none", 1024, split, own)
-    assert fits(x, weight, None, None, "swiglu", 1024, split, own) is not split
-    assert fits(x, weight, None, None, "none", 4096, split, own) is not split
+    x, weight = meta(160, 4096), meta(6144, 4096)
+    own = Specialised(1, 7, split=split, num_multiprocessors=384)
+    assert fits(x, weight, None, None, "none", 1024, own)
+    assert fits(x, weight, None, meta(6144), "none", 1024, own) is split
+    assert fits(x, weight, None, None, "silu", 1024, own) is split
+    assert not fits(x, weight, meta(6144).float(), None, "none", 1024, own)
+    assert fits(x, weight, None, None, "swiglu", 1024, own) is not split
+    assert fits(x, weight, None, None, "none", 4096, own) is not split
 
 
-@pytest.mark.parametrize("rows", [65, 160, 320])
-@pytest.mark.parametrize("width", [4096, 6144])
-def test_the_fake_tells_chunks_from_a_finished_product(rows: int, width: int) -> None:
-    """`linear_chunks` describes what the kernel that runs will leave."""
-    x, weight = meta(rows, 4096), meta(width, 4096)
-    with recorded(linear_specialised, SPECIALISED) as launches:
-        made = module._launch_chunks(x, weight, None, None, True)
-    assert len(launches) == 1
-    told = module._chunks_fake(x, weight, None, None, True)
+def heads_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, Tensor]:
+    """(the kernel that `linear_chunks` runs on sm_90, what it leaves), as its fake says too."""
+    with (
+        recorded(linear_specialised, SPECIALISED) as specialised,
+        recorded(module, PRESENT) as present,
+    ):
+        made = module._launch_chunks(x, weight, None, bias, True)
+    assert len(specialised) + len(present) == 1
+    told = module._chunks_fake(x, weight, None, bias, True)
     assert (made.shape, made.dtype) == (told.shape, told.dtype)
+    if present:
+        assert present[0].options["SPLIT"] is (made.ndim == 3)
+    return SPECIALISED if specialised else PRESENT, made
+
+
+@pytest.mark.parametrize("rows", [40, 64, 65, 160, 320])
+@pytest.mark.parametrize("width", [4096, 6144])
+def test_the_fake_tells_a_finished_product(rows: int, width: int) -> None:
+    """`linear_chunks` describes what the kernel that runs will leave."""
+    kernel, made = heads_of(meta(rows, 4096), meta(width, 4096))
+    if (rows, width) == (40, 4096):
+        assert (kernel, made.shape) == (PRESENT, (4, rows, width))
+    else:
+        assert (kernel, made.shape) == (SPECIALISED, (rows, width))
+
+
+@pytest.mark.usefixtures("table_splits")
+def test_the_fake_tells_chunks_that_are_stored_apart() -> None:
+    """By the specialised launch's own split, as the general tile has none here."""
+    kernel, made = heads_of(meta(160, 4096), meta(4096, 4096))
+    assert (kernel, made.shape) == (SPECIALISED, (4, 160, 4096))
+    kernel, made = heads_of(meta(160, 1024), meta(4096, 1024))
+    assert (kernel, made.shape) == (PRESENT, (160, 4096))
+
+
+@pytest.mark.parametrize("rows", [49, 64])
+def test_what_does_not_fit_keeps_the_split_of_its_general_tile(rows: int) -> None:
+    """qkv of a 1B model: chunks of 512 columns hold fewer than 6 stages of 128, and one launch that
+    ends the product would leave most of a device idle. A bias is no launch's of one chunk."""
+    for depth, width in ((2048, 3072), (2048, 6144)):
+        x, weight = meta(rows, depth), meta(width, depth)
+        tiles = linear_tiles(x, weight, False)
+        assert tiles.split
+        assert tiles.specialised is not None
+        assert not tiles.specialised.split
+        kernel, made = heads_of(x, weight)
+        assert (kernel, made.shape) == (PRESENT, (4, rows, width))
+    for width in (4096, 6144):
+        kernel, made = heads_of(meta(rows, 4096), meta(width, 4096), meta(width))
+        assert (kernel, made.shape) == (PRESENT, (4, rows, width))
+        assert heads_of(meta(rows, 4096), meta(width, 4096))[0] == SPECIALISED
 
 
 @pytest.mark.parametrize("rows", [1, 40, 41, 64, 160, 161, 320, 321])
@@ -156,49 +229,49 @@ def test_programs_of_a_multiprocessor_share_it(own: Specialised) -> None:
         first = most * (own.groups + 1) - copying - second * (own.groups - 1)
         assert first >= second >= 64
         assert most % 8 == second % 8 == 0
-    assert fits_multiprocessor(own, True, False)
-    assert fits_multiprocessor(own, False, True)
-    assert fits_multiprocessor(own, False, False) or own.at_once == 4
-    assert not fits_multiprocessor(Specialised(2, 1, 64, 0, at_once=3), True, False)
-    assert not fits_multiprocessor(Specialised(2, 1, at_once=2), True, False)
-    assert fits_multiprocessor(Specialised(2, 1, 32, 8, at_once=3), True, False)
+    assert fits_multiprocessor(replace(own, split=True), False)
+    assert fits_multiprocessor(own, True)
+    assert fits_multiprocessor(own, False) or own.at_once == 4
+    assert not fits_multiprocessor(Specialised(2, 1, 64, 0, split=True, at_once=3), False)
+    assert not fits_multiprocessor(Specialised(2, 1, split=True, at_once=2), False)
+    assert fits_multiprocessor(Specialised(2, 1, 32, 8, split=True, at_once=3), False)
     more = 2 * own.at_once  # half as much memory for each
-    assert not fits_multiprocessor(
-        replace(own, at_once=more, num_stages=own.num_stages + 1), False, False
-    )
+    assert not fits_multiprocessor(replace(own, at_once=more, num_stages=own.num_stages + 1), False)
 
 
 def test_registers_of_the_table_are_those_that_were_measured() -> None:
-    """One program a multiprocessor: no cap, 240 for a second warpgroup and 24 for the copies."""
-    assert registers_of(Specialised(1, 7)) == (None, (240, 24))
-    assert registers_of(Specialised(2, 6)) == (None, (240, 24))
-    assert fits_multiprocessor(Specialised(1, 7), False, False)
-    assert fits_multiprocessor(Specialised(2, 6), True, False)
-    assert not fits_multiprocessor(Specialised(2, 6), False, False)
+    """One program a multiprocessor: no cap, 240 for a second warpgroup, and for the copies 24
+    beside sums of 128 rows; and their stages are in memory beside what they leave."""
+    found = launches_of_the_table()
+    assert len(found) == 6
+    for own in found:
+        assert registers_of(own) == (None, (240, 24 if own.rows == 128 else 40)), own
+        assert fits_multiprocessor(own, False), own
+    assert fits_multiprocessor(Specialised(2, 6, split=True), False)
+    assert not fits_multiprocessor(Specialised(2, 6), False)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 40, 64])
 def test_small_tiles_fit_where_a_table_would_ask(rows: int) -> None:
-    """The products of an 8B model's layers at few rows, gate and up with SwiGLU in turn alone; and
-    nothing of today's table asks."""
+    """The products of an 8B model's layers at few rows, gate and up with SwiGLU in turn alone;
+    today's table asks for qkv, and not for gate and up."""
     x, gate_up, qkv = meta(rows, 4096), meta(28672, 4096), meta(6144, 4096)
     tile = {"rows": 64, "more_rows": 0} if rows > 40 else {"rows": 32, "more_rows": 8}
     two = Specialised(2, 4, **tile, at_once=2)
-    assert fits(x, gate_up, None, None, "swiglu", 4096, False, two)
-    assert not fits(x, gate_up, None, None, "swiglu", 1024, True, two)
-    assert fits(x, gate_up, None, None, "swiglu", 1024, False, two)
-    assert not fits(x, gate_up, None, meta(28672), "swiglu", 4096, False, two)
-    assert not fits(x, gate_up, None, None, "swiglu", 4096, False, replace(two, at_once=1))
+    assert fits(x, gate_up, None, None, "swiglu", 4096, two)
+    assert not fits(x, gate_up, None, None, "swiglu", 1024, replace(two, split=True))
+    assert fits(x, gate_up, None, None, "swiglu", 1024, two)
+    assert not fits(x, gate_up, None, meta(28672), "swiglu", 4096, two)
+    assert not fits(x, gate_up, None, None, "swiglu", 4096, replace(two, at_once=1))
     one = Specialised(1, 8, **tile)
-    assert fits(x, qkv, None, None, "none", 1024, False, one)
-    assert fits(x, qkv, None, None, "none", 1024, True, replace(one, at_once=3))
-    assert not fits(x, qkv, None, None, "none", 1024, True, replace(one, at_once=2))
-    assert fits(x, qkv, None, None, "none", 1024, False, replace(one, step_k=128))
-    assert not fits(x, qkv, None, None, "none", 1024, False, replace(one, step_k=128, num_stages=9))
-    assert not fits(meta(rows, 4096), meta(6144, 4096), None, None, "none", 64 * 17, False,
-                    replace(one, step_k=128))  # fmt: skip
+    assert fits(x, qkv, None, None, "none", 1024, one)
+    assert fits(x, qkv, None, None, "none", 1024, replace(one, split=True, at_once=3))
+    assert not fits(x, qkv, None, None, "none", 1024, replace(one, split=True, at_once=2))
+    assert fits(x, qkv, None, None, "none", 1024, replace(one, step_k=128))
+    assert not fits(x, qkv, None, None, "none", 1024, replace(one, step_k=128, num_stages=9))
+    assert not fits(x, qkv, None, None, "none", 64 * 17, replace(one, step_k=128))
     assert kernel_of(x, gate_up, activation="swiglu") == PRESENT
-    assert kernel_of(x, qkv) == PRESENT
+    assert kernel_of(x, qkv) == (PRESENT if rows == 1 else SPECIALISED)
 
 
 def without(tiles: LinearTiles) -> LinearTiles:
@@ -211,7 +284,9 @@ def bits(*tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("rows", [65, 128, 129, 160, 161, 288, 289, 320])
+@pytest.mark.parametrize(
+    "rows", [33, 39, 40, 41, 49, 63, 64, 65, 80, 81, 128, 129, 160, 161, 288, 289, 320]
+)
 @pytest.mark.parametrize(
     ("width", "depth"),
     [(4096, 4096), (6144, 4096), (5120, 2048), (4096, 14336), (2048, 8192), (4096, 1024)],
@@ -259,16 +334,17 @@ def test_bits_are_those_of_the_other_kernel(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
 @pytest.mark.parametrize(
-    ("rows", "own", "split"),
+    ("rows", "own"),
     [
-        (160, linear_tiles(meta(160, 4096), meta(4096, 4096), False).specialised, True),
-        (320, linear_tiles(meta(320, 4096), meta(4096, 4096), False).specialised, False),
-        (40, Specialised(1, 16, 32, 8), False), (64, Specialised(1, 6, 64, 0, at_once=2), False),
-        (64, Specialised(2, 4, 64, 0, at_once=2), True),
+        *((rows, linear_tiles(meta(rows, 4096), meta(4096, 4096), False).specialised)
+          for rows in (64, 160, 320)),
+        (40, Specialised(1, 16, 32, 8)), (64, Specialised(1, 6, 64, 0, at_once=2)),
+        (64, Specialised(2, 4, 64, 0, split=True, at_once=2)),
+        (160, Specialised(2, 6, split=True)),
     ],
 )  # fmt: skip
 def test_a_captured_chain_has_the_bits_of_launches_in_turn(
-    rows: int, own: Specialised | None, split: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, own: Specialised | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each launch starts before the one whose rows it reads, and over whose input it may write, has
     ended: replays over fresh inputs equal launches of the other kernel that wait for each other."""
@@ -278,10 +354,10 @@ def test_a_captured_chain_has_the_bits_of_launches_in_turn(
         return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
 
     def tiles_of(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
-        return replace(linear_tiles(x, weight, swiglu), specialised=own, split=split)
+        return replace(linear_tiles(x, weight, swiglu), specialised=own)
 
     assert own is not None
-    assert fits(meta(rows, 4096), meta(4096, 4096), None, None, "none", 1024, split, own)
+    assert fits(meta(rows, 4096), meta(4096, 4096), None, None, "none", 1024, own)
     monkeypatch.setattr(module, "linear_tiles", tiles_of)
     weights = [random(4096, 4096) * 4096**-0.5 for _ in range(6)]
 
@@ -310,20 +386,29 @@ def test_a_captured_chain_has_the_bits_of_launches_in_turn(
 
 def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
     """What the table asks for fits where it was measured: chunks are the contract's."""
-    for rows, width, depth in ((160, 6144, 4096), (320, 4096, 14336)):
+    found = set()
+    for rows, width, depth in (
+        (40, 6144, 4096), (64, 6144, 4096), (64, 4096, 4096), (64, 4096, 14336),
+        (160, 6144, 4096), (160, 4096, 4096), (320, 6144, 4096), (320, 4096, 14336),
+    ):  # fmt: skip
         x, weight = meta(rows, depth), meta(width, depth)
         own = linear_tiles(x, weight, False).specialised
         assert own is not None
+        found.add(own)
         chunk = chunk_depth(weight, x.dtype)
         assert depth // chunk == 4
         few = replace(own, num_multiprocessors=grid_of(rows, width, 1, own)[2] - 1)
-        assert fits(x, weight, None, None, "none", chunk, False, own)
-        assert not fits(x, weight, None, None, "none", 64 * (own.num_stages - 1), False, own)
-        assert not fits(x, weight, None, None, "none", chunk, False, few)
+        assert fits(x, weight, None, None, "none", chunk, own)
+        assert not fits(x, weight, None, None, "none", chunk, few)
+        for num_stages in (own.num_stages - 1, own.num_stages):
+            short = own.step_k * num_stages
+            cut = meta(rows, 4 * short), meta(width, 4 * short)
+            assert fits(*cut, None, None, "none", short, own) is (num_stages == own.num_stages)
+    assert found == set(launches_of_the_table())
 
 
 def run_text(
-    own: Specialised, rows: int, split: bool, swiglu: bool, first: int, has_residual: bool = True
+    own: Specialised, rows: int, swiglu: bool, first: int, has_residual: bool = True
 ) -> None:
     """Launch on small integers, whose sums are exact, in a model of barriers, copies and late
     products: several chunks and turns of the pipeline, rows and weights of views."""
@@ -338,14 +423,14 @@ def run_text(
     x, weight = small(rows, depth + 8)[:, :depth], small(num_weights, depth + 8)[:, :depth]
     residual = small(rows, width + 8)[:, :width] if has_residual else None
     out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
-    partials = torch.full((num_chunks, rows, width), torch.nan) if split else None
+    partials = torch.full((num_chunks, rows, width), torch.nan) if own.split else None
     activation = "swiglu" if swiglu else "none"
-    assert fits(x, weight, None, None, activation, chunk, split, own)
+    assert fits(x, weight, None, None, activation, chunk, own)
     with recorded(linear_specialised, SPECIALISED) as launches:
         linear_specialised.launch_specialised(
             x, weight, residual, out, partials, swiglu, chunk, own, True
         )
-    programs = grid_of(rows, num_weights, num_chunks if split else 1, own)[2]
+    programs = grid_of(rows, num_weights, num_chunks if own.split else 1, own)[2]
     run_launch(linear_specialised, launches[0], programs, first)
     parts = zip(x.split(chunk, 1), weight.split(chunk, 1), strict=True)
     sums = torch.stack([a.float() @ b.float().T for a, b in parts])
@@ -369,7 +454,7 @@ def test_the_text_of_the_kernel_adds_what_it_should(
     groups: int, split: bool, rows: int, first: int
 ) -> None:
     """Onto a residual, or chunks apart."""
-    run_text(Specialised(groups, 3), rows, split, False, first)
+    run_text(Specialised(groups, 3, split=split), rows, False, first)
 
 
 @pytest.mark.parametrize("end", ["apart", "plain", "swiglu"])
@@ -381,8 +466,8 @@ def test_small_tiles_add_what_they_should(
 ) -> None:
     """Ragged and whole tiles, whichever partition runs first; SwiGLU with a residual and without,
     its gate and up by eights; a second product that is not there."""
-    own = Specialised(groups, 2 if rows % 2 else 3, *tile)
-    run_text(own, rows, end == "apart", end == "swiglu", first, has_residual=rows != 64)
+    own = Specialised(groups, 2 if rows % 2 else 3, *tile, split=end == "apart")
+    run_text(own, rows, end == "swiglu", first, has_residual=rows != 64)
 
 
 @pytest.mark.parametrize("own", [Specialised(1, 3), Specialised(2, 2, 64, 0)], ids=shown)
@@ -420,7 +505,7 @@ def test_chunks_are_added_as_the_contract_says(own: Specialised) -> None:
 @pytest.mark.parametrize("tile", [(64, 0), (32, 8)])
 def test_stages_of_128_columns_add_what_they_should(swiglu: bool, tile: tuple[int, int]) -> None:
     """Twice the columns of K a stage: the same sums, ascending."""
-    run_text(Specialised(2, 2, *tile, step_k=128), 40, False, swiglu, 0)
+    run_text(Specialised(2, 2, *tile, step_k=128), 40, swiglu, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter does not model Gluon")
@@ -429,7 +514,7 @@ def test_stages_of_128_columns_add_what_they_should(swiglu: bool, tile: tuple[in
 def test_small_tiles_have_the_bits_of_the_other_kernel(
     own: Specialised, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the table does not ask for yet, at 1 to 64 rows: plain, onto a residual, in chunks apart
+    """What no table asks for, at 1 to 64 rows: plain, onto a residual, in chunks apart
     and with SwiGLU, over reused memory full of NaN; repeated, since a race would show as bits that
     move."""
     generator = torch.Generator("cuda").manual_seed(own.num_stages)
@@ -452,9 +537,10 @@ def test_small_tiles_have_the_bits_of_the_other_kernel(
             ways = [(False, None)] if swiglu else [(False, None), (False, residual), (True, None)]
             for split, added in ways:
                 chunk = chunk_depth(weight, dtype)
-                big = replace(own, num_multiprocessors=4096)  # several rounds are as good here
-                assert fits(x, weight, None, None, activation, chunk, split, big)
-                if not fits_multiprocessor(own, split, swiglu):
+                # Several rounds are as good here.
+                big = replace(own, split=split, num_multiprocessors=4096)
+                assert fits(x, weight, None, None, activation, chunk, big)
+                if not fits_multiprocessor(big, swiglu):
                     continue
                 use(split, None)
                 expected = linear(x, weight, activation=activation, residual=added)

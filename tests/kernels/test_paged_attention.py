@@ -12,7 +12,14 @@ from torch import Tensor
 from kernels import reference_attention as reference
 from kernels.attention import AttentionOptions
 from kernels.configs.attention import PagedTiles
-from kernels.paged_attention import MAX_VERIFY_LEN, Split, choose_split, launch, paged_attention
+from kernels.paged_attention import (
+    MAX_VERIFY_LEN,
+    Split,
+    _page_descriptors,
+    choose_split,
+    launch,
+    paged_attention,
+)
 from kernels.paged_prefill import paged_prefill
 from kernels.reference_attention import PagedBatch
 from tests.kernels.accuracy import assert_as_accurate
@@ -295,6 +302,23 @@ def test_the_split_follows_host_bounds_only(device: str) -> None:
     assert chosen(8, 8192) is Split.CHUNK
     assert chosen(1, 4096) is Split.LEAF
     assert chosen(1, 200) is Split.SEQUENCE
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "described"), [(8, False), (16, True), (48, False), (64, True), (128, True)]
+)
+def test_bulk_copies_are_of_heads_that_a_tile_does_not_pad(head_dim: int, described: bool) -> None:
+    """A copy of 8 columns does not compile for a tile of 16; layouts that the launch does not ask
+    bulk copies for, and tiles that pages do not hold whole, have none either."""
+    tiles = PagedTiles(32, 16, descriptors=True)
+    pools = [torch.zeros(3, 2, 64, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+    found = _page_descriptors(*pools, tiles)
+    assert (found is not None) == described
+    for each, pool in zip(found or (), pools, strict=described):
+        assert each.base is pool
+        assert each.block_shape == [1, 1, 32, head_dim]
+    assert _page_descriptors(*pools, replace(tiles, descriptors=False)) is None
+    assert _page_descriptors(*pools, replace(tiles, tile=128)) is None
 
 
 def test_inputs_that_do_not_fit_are_refused(device: str) -> None:
