@@ -284,11 +284,11 @@ def descriptor_pair(
 ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
     """Bulk-copy descriptors of two dense tensors, `rows` tokens a tile; None where not possible.
 
-    They need a unit last stride, 16-byte aligned base and strides, and unpadded head_dim. rows 0:
-    the configuration does not ask for them.
+    They need a unit last stride, 16-byte aligned base and strides, and unpadded head_dim, which
+    fewer than 16 columns are not. rows 0: the configuration does not ask for them.
     """
     head_dim = inputs.head_dim
-    if not rows or inputs.packing is not None or head_dim & (head_dim - 1):
+    if not rows or inputs.packing is not None or head_dim < 16 or head_dim & (head_dim - 1):
         return None
     for tensor in tensors:
         bytes_apart = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
