@@ -6,7 +6,7 @@ row here. Made by `python -m kernels.configs.sweep`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,16 +148,23 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
                               descriptors=True)),
     ],
 }  # fmt: skip
-# Not swept yet: a stage of one-byte weights is half as large, so more of them are on their way. The
-# rows beyond are those of weights of two bytes, whose products take longer than their weights.
+# A stage of one-byte weights is half as large, so more columns of K are on their way. "wide" and
+# "middle" are not swept up to 16 rows; beyond 64 rows are those of weights of two bytes, whose
+# products take longer than their weights.
+_FP8_SIXTEEN = LinearTiles(16, 64, 4, 6, block_k=128, turned=True, descriptors=True, split=True)
+_FP8_FIRST = {
+    "swiglu": replace(_FP8_SIXTEEN, num_stages=3, block_k=256),
+    "wide": _FP8_SIXTEEN,
+    "middle": _FP8_SIXTEEN,
+    "narrow": replace(_FP8_SIXTEEN, num_stages=4, block_k=256),
+}
 _FP8_FEW = [
-    (16, LinearTiles(16, 64, 4, 6, block_k=128, turned=True, descriptors=True, split=True)),
     (32, LinearTiles(32, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
     (64, LinearTiles(64, 64, 4, 4, block_k=128, turned=True, descriptors=True, split=True)),
 ]
-for _kind in ("swiglu", "wide", "middle", "narrow"):
+for _kind, _first in _FP8_FIRST.items():
     _many = [row for row in _LINEAR["sm_90", _kind] if row[0] > _FP8_FEW[-1][0]]
-    _LINEAR["sm_90", f"fp8 {_kind}"] = [*_FP8_FEW, *_many]
+    _LINEAR["sm_90", f"fp8 {_kind}"] = [(16, _first), *_FP8_FEW, *_many]
 _LINEAR_CPU = LinearTiles(32, 32, 4, 1)
 _LINEAR_FALLBACK = LinearTiles(64, 64, 4, 2)
 # float32 has no tensor cores at IEEE precision: small tiles keep accumulators in registers.
