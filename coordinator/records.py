@@ -26,7 +26,8 @@ from specmesh.errors import BY_REASON, InternalError
 from specmesh.logs import SessionLogger
 from specmesh.metrics import CoordinatorMetrics
 from specmesh.round_record import RoundRecord, SideRecord, content_attributes
-from specmesh.telemetry import PREFILL, ROUND, Telemetry
+from specmesh.spans import PREFILL, ROUND
+from specmesh.telemetry import Telemetry
 
 # Spans carry Unix time, durations come from the monotonic clock.
 _UNIX_OFFSET_NS = time.time_ns() - time.perf_counter_ns()

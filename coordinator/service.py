@@ -45,7 +45,8 @@ from specmesh.errors import (
 )
 from specmesh.logs import SessionLogger
 from specmesh.metrics import CoordinatorMetrics, RequestRecord
-from specmesh.telemetry import GENERATE, Key, Telemetry, installed_version
+from specmesh.spans import GENERATE, Key
+from specmesh.telemetry import Telemetry, installed_version
 from specmesh.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

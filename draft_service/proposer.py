@@ -26,7 +26,7 @@ from specmesh.engine.role import Finished, Outlook, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
-from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, Key
+from specmesh.spans import DRAFT_FORWARD, PROPOSE, Key
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specmesh.ledger import Boundaries
-from specmesh.telemetry import Key
+from specmesh.spans import Key
 
 AttributeValue = str | int | float | bool | Sequence[str] | Sequence[int] | Sequence[float]
 

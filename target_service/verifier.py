@@ -27,7 +27,7 @@ from specmesh.engine.role import Finished, Outlook, Part, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
 from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
-from specmesh.telemetry import TARGET_FORWARD, VERIFY, Key
+from specmesh.spans import TARGET_FORWARD, VERIFY, Key
 from target_service.candidates import Candidates, RedrawCheck
 
 Verdict = target_pb2.Verdict

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specmesh.bench.steady_load import Observed
-from specmesh.telemetry import ROUND, VERIFY, Key
+from specmesh.spans import ROUND, VERIFY, Key
 from specmesh.traces.reader import Skipped, StoredSpan, line_spans
 from specmesh.traces.trace_file import SUFFIX
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specmesh.errors import InvalidRequest, NotReady
-from specmesh.telemetry import PREFILL, PROPOSE, VERIFY, Key
+from specmesh.spans import PREFILL, PROPOSE, VERIFY, Key
 from specmesh.traces.reader import StoredSpan, Trace, read_trace
 
 FLUSH_TIMEOUT_S = 10.0  # services write their spans every half second

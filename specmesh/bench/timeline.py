@@ -27,7 +27,7 @@ from specmesh.bench.suite import QUESTIONS
 from specmesh.cli.up import default_cache_dir, resolve_models, running_stack
 from specmesh.client import GenerateOptions
 from specmesh.launcher import Ports, free_port
-from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, ROUND, TARGET_FORWARD, VERIFY, Key
+from specmesh.spans import DRAFT_FORWARD, PROPOSE, ROUND, TARGET_FORWARD, VERIFY, Key
 from specmesh.tokenizer import load_tokenizer
 from specmesh.traces.reader import StoredSpan, Trace
 

@@ -24,16 +24,8 @@ from specmesh.config import TelemetrySettings
 from specmesh.ledger import Boundaries
 from specmesh.metrics import CoordinatorMetrics
 from specmesh.round_record import AttributeValue, RoundRecord, SideRecord
-from specmesh.telemetry import (
-    DRAFT_FORWARD,
-    GENERATE,
-    PROPOSE,
-    ROUND,
-    TARGET_FORWARD,
-    VERIFY,
-    Key,
-    Telemetry,
-)
+from specmesh.spans import DRAFT_FORWARD, GENERATE, PROPOSE, ROUND, TARGET_FORWARD, VERIFY, Key
+from specmesh.telemetry import Telemetry
 from specmesh.traces.trace_file import encode_line
 
 REPEATS, ROUNDS_PER_REPEAT = 20, 500

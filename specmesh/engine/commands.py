@@ -38,7 +38,8 @@ from specmesh.errors import (
 )
 from specmesh.metrics import ServiceMetrics
 from specmesh.rpc import error_to_message
-from specmesh.telemetry import Key, Telemetry
+from specmesh.spans import Key
+from specmesh.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

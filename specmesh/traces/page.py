@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specmesh.errors import InvalidRequest
-from specmesh.telemetry import PREFILL, PROPOSE, SPANS, VERIFY, Key
+from specmesh.spans import PREFILL, PROPOSE, SPANS, VERIFY, Key
 from specmesh.traces.reader import Scalar, Skipped, StoredSpan, Trace, read_trace, summarize
 
 PLACEHOLDER = "__TRACE_DATA__"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specmesh.errors import InvalidRequest
-from specmesh.telemetry import GENERATE, PREFILL, ROUND, SPANS, Key
+from specmesh.spans import GENERATE, PREFILL, ROUND, SPANS, Key
 from specmesh.traces.trace_file import SUFFIX
 
 MAX_LINE_BYTES = 64 << 20  # one batch of 512 spans is below 2 MB

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specmesh.telemetry import GENERATE, PREFILL, PROPOSE, ROUND, VERIFY, Key
+from specmesh.spans import GENERATE, PREFILL, PROPOSE, ROUND, VERIFY, Key
 from specmesh.traces.reader import (
     StoredSpan,
     Trace,

@@ -21,7 +21,7 @@ from specmesh.cli import main
 from specmesh.client import Client, GenerateOptions
 from specmesh.errors import InvalidRequest
 from specmesh.processes import process_table
-from specmesh.telemetry import GENERATE, PROPOSE, ROUND, VERIFY
+from specmesh.spans import GENERATE, PROPOSE, ROUND, VERIFY
 from tests.e2e.tiny_pair import write_pair
 
 TIMEOUT_S = 180.0

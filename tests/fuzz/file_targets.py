@@ -31,7 +31,7 @@ from specmesh.engine.weight_check import check as check_folder
 from specmesh.engine.weight_check import seal
 from specmesh.engine.weights import is_complete
 from specmesh.errors import ConfigError, InvalidRequest, Unauthenticated
-from specmesh.telemetry import Key
+from specmesh.spans import Key
 from specmesh.tokenizer import load_tokenizer
 from specmesh.traces.page import render_page
 from specmesh.traces.reader import list_summaries, read_trace

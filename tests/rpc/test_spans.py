@@ -8,7 +8,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import TelemetrySettings
-from specmesh.telemetry import DRAFT_FORWARD, PROPOSE, SPANS, TARGET_FORWARD, VERIFY, Key, Telemetry
+from specmesh.spans import DRAFT_FORWARD, PROPOSE, SPANS, TARGET_FORWARD, VERIFY, Key
+from specmesh.telemetry import Telemetry
 from tests.rpc.fake_model import PrefixDecoder
 from tests.rpc.peers import Script, Setup, linked, reason, running
 

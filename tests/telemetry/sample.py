@@ -12,7 +12,7 @@ from opentelemetry.trace import Span
 from specmesh.config import TelemetrySettings
 from specmesh.ledger import Boundaries
 from specmesh.round_record import RoundRecord, SideRecord
-from specmesh.telemetry import (
+from specmesh.spans import (
     DRAFT_FORWARD,
     GENERATE,
     PREFILL,
@@ -21,8 +21,8 @@ from specmesh.telemetry import (
     TARGET_FORWARD,
     VERIFY,
     Key,
-    Telemetry,
 )
+from specmesh.telemetry import Telemetry
 
 START_NS = 1_790_000_000_000_000_000
 MS = 1_000_000

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from specmesh.errors import InvalidRequest
-from specmesh.telemetry import ROUND, VERIFY
+from specmesh.spans import ROUND, VERIFY
 from specmesh.traces.page import export_trace, page_data, render_page
 from specmesh.traces.reader import Skipped, read_trace
 from specmesh.traces.terminal import list_traces, show_trace

@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from specmesh.config import TelemetrySettings
 from specmesh.errors import NotReady
 from specmesh.logs import OWN_LOGGERS, SessionLogger, configure_logging
-from specmesh.telemetry import GENERATE, Telemetry
+from specmesh.spans import GENERATE
+from specmesh.telemetry import Telemetry
 
 
 @pytest.fixture

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 
-from specmesh.telemetry import (
-    GENERATE,
-    PREFILL,
-    PROPOSE,
-    ROUND,
-    TARGET_FORWARD,
-    VERIFY,
-    Key,
-    Telemetry,
-)
+from specmesh.spans import GENERATE, PREFILL, PROPOSE, ROUND, TARGET_FORWARD, VERIFY, Key
+from specmesh.telemetry import Telemetry
 from tests.telemetry.otlp_receiver import OtlpReceiver
 
 

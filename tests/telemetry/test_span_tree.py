@@ -20,7 +20,7 @@ from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.client import Client, GenerateOptions, Generation
 from specmesh.launcher import Ports, Stack, StackOptions, free_port, plan
-from specmesh.telemetry import (
+from specmesh.spans import (
     DRAFT_FORWARD,
     GENERATE,
     PREFILL,

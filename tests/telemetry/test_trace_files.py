@@ -22,16 +22,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from protos.specmesh.v1.session_pb2 import TraceContext
 from specmesh.config import TelemetrySettings
 from specmesh.errors import ConfigError, InvalidRequest, NotReady
-from specmesh.telemetry import (
-    GENERATE,
-    PROPOSE,
-    ROUND,
-    SPANS,
-    TARGET_FORWARD,
-    VERIFY,
-    Key,
-    Telemetry,
-)
+from specmesh.spans import GENERATE, PROPOSE, ROUND, SPANS, TARGET_FORWARD, VERIFY, Key
+from specmesh.telemetry import Telemetry
 from specmesh.traces.reader import Trace, list_summaries, read_trace
 from specmesh.traces.trace_file import SUFFIX, TraceFileExporter, encode_line
 from tests.telemetry.sample import OUTCOMES, write_sample

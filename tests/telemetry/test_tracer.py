@@ -15,18 +15,17 @@ from opentelemetry.trace import INVALID_SPAN, SpanKind, StatusCode
 from protos.specmesh.v1.session_pb2 import TraceContext
 from specmesh.config import TelemetrySettings
 from specmesh.errors import InvalidRequest
-from specmesh.telemetry import (
+from specmesh.spans import (
     DRAFT_FORWARD,
     GENERATE,
-    MAX_LINKS,
     PROPOSE,
     ROUND,
     SPANS,
     TARGET_FORWARD,
     VERIFY,
     Key,
-    Telemetry,
 )
+from specmesh.telemetry import MAX_LINKS, Telemetry
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
@@ -75,7 +74,6 @@ def test_the_table_is_closed() -> None:
 def test_a_span_under_nothing_is_not_recorded(coordinator: Recorded) -> None:
     """Only names without a parent in the table may start a trace; others are no-ops."""
     assert coordinator.tel.start(ROUND, None) is INVALID_SPAN
-    coordinator.tel.record(ROUND, None, 1, 2)
     coordinator.tel.start(GENERATE, None).end()
     assert [span.name for span in coordinator.spans] == [GENERATE]
 
@@ -164,17 +162,14 @@ def test_tracestate_travels(target: Recorded) -> None:
     span.end()
 
 
-def test_a_span_recorded_after_the_fact_has_the_times_given(target: Recorded) -> None:
-    """`record` keeps nanosecond times, attributes and links."""
+def test_a_span_of_the_past_has_the_times_given(target: Recorded) -> None:
+    """A span keeps the nanoseconds it is given, and its attributes."""
     context = target.tel.extract(TraceContext(traceparent=SAMPLED))
-    cause = target.tel.start(VERIFY, context)
-    target.tel.record(VERIFY, context, 1_000_000_007, 1_000_000_011, {Key.ROUND: 3},
-                      [cause.get_span_context()])  # fmt: skip
+    target.tel.start(VERIFY, context, {Key.ROUND: 3}, 1_000_000_007).end(1_000_000_011)
     (span,) = target.spans
     assert (span.start_time, span.end_time) == (1_000_000_007, 1_000_000_011)
     assert span.attributes is not None
     assert span.attributes[Key.ROUND] == 3
-    assert [link.context for link in span.links] == [cause.get_span_context()]
 
 
 def test_a_batch_is_linked_both_ways_with_every_command_it_served(target: Recorded) -> None:

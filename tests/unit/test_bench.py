@@ -21,7 +21,7 @@ from specmesh.bench.timeline import PHASES, phases
 from specmesh.client import GenerateOptions
 from specmesh.errors import NotReady
 from specmesh.metrics import ServiceMetrics
-from specmesh.telemetry import (
+from specmesh.spans import (
     DRAFT_FORWARD,
     GENERATE,
     PREFILL,

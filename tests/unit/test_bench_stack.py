@@ -39,7 +39,7 @@ from specmesh.config import CoordinatorSettings, DraftSettings, load_settings
 from specmesh.errors import ConfigError, NotReady
 from specmesh.launcher import Stack
 from specmesh.request import GenerateOptions
-from specmesh.telemetry import ROUND, VERIFY, Key
+from specmesh.spans import ROUND, VERIFY, Key
 from specmesh.tokenizer import load_tokenizer
 from specmesh.traces.reader import StoredSpan
 from tests.e2e.tiny_pair import write_pair
