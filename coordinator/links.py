@@ -29,7 +29,8 @@ from protos.specmesh.v1 import (
 from specmesh.config import LinkSettings
 from specmesh.errors import ModelMismatch, NotReady, SpecmeshError
 from specmesh.event_loop import StayAwake, awake_s
-from specmesh.rpc import LINK_GROUP_KEY, RpcLimits, create_channel, error_from_rpc
+from specmesh.rpc import LINK_GROUP_KEY, RpcLimits, create_channel
+from specmesh.wire_errors import error_from_rpc
 
 logger = logging.getLogger(__name__)
 

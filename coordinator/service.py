@@ -2,8 +2,8 @@
 
 Owns the life of a call: authenticate, validate, admit, run the samples, stream, trace, count. A
 caller that goes away or runs out of time ends its samples at once, which frees their pages on both
-services. Errors are raised as specmesh/errors.py; `specmesh/rpc.py` turns them into statuses. How a
-sample runs is `coordinator/driver.py`.
+services. Errors are raised as specmesh/errors.py; `specmesh/wire_errors.py` turns them into
+statuses. How a sample runs is `coordinator/driver.py`.
 """
 
 from __future__ import annotations

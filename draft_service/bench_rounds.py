@@ -16,7 +16,7 @@ from typing import Any
 from draft_service.outcomes import Noise
 from protos.specmesh.v1 import draft_pb2, session_pb2, target_pb2
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
-from specmesh.rpc import error_from_message
+from specmesh.wire_errors import error_from_message
 
 MAX_TOKENS = 192  # of an answer, before its last round
 

@@ -31,7 +31,8 @@ from specmesh.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotRead
 from specmesh.event_loop import LoopThread
 from specmesh.request import ChatTurn, GenerateOptions, Prompt
 from specmesh.resume import Resumption
-from specmesh.rpc import RpcLimits, create_channel, error_from_rpc
+from specmesh.rpc import RpcLimits, create_channel
+from specmesh.wire_errors import error_from_rpc
 
 __all__ = [
     "AsyncClient",

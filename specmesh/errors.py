@@ -1,6 +1,6 @@
 """Every error a caller or the network can cause: a class each, with gRPC status and retry rule.
 
-Knows no gRPC: `specmesh/rpc.py` maps classes to statuses and statuses back to the same class.
+Knows no gRPC: `specmesh/wire_errors.py` maps classes to statuses and back to the same class.
 `assert` is for our own bugs only. All arguments go to `Exception`, so errors survive pickling.
 """
 

@@ -27,7 +27,8 @@ from specmesh import event_loop
 from specmesh.errors import NotReady
 from specmesh.randomness import philox
 from specmesh.request import GenerateOptions
-from specmesh.rpc import RpcLimits, create_channel, error_from_rpc
+from specmesh.rpc import RpcLimits, create_channel
+from specmesh.wire_errors import error_from_rpc
 
 MAX_STREAMS_PER_PROCESS = 16  # Python's gRPC reads about 10,000 messages a second
 START_ALLOWANCE_S = 0.2  # from handing out the work to the first request

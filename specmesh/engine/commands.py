@@ -37,9 +37,9 @@ from specmesh.errors import (
     TooBusy,
 )
 from specmesh.metrics import ServiceMetrics
-from specmesh.rpc import error_to_message
 from specmesh.spans import Key
 from specmesh.telemetry import Telemetry
+from specmesh.wire_errors import error_to_message
 
 logger = logging.getLogger(__name__)
 

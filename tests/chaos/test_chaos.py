@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from specmesh.errors import NotReady
-from specmesh.rpc import RpcLimits, bind, create_channel, create_server, error_from_rpc
+from specmesh.rpc import RpcLimits, bind, create_channel, create_server
+from specmesh.wire_errors import error_from_rpc
 from tests.chaos.faults import KINDS, NONE, Fault, drawn_faults
 from tests.chaos.load import Job
 from tests.chaos.near_tie import Judge, parted

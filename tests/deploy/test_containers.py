@@ -19,7 +19,8 @@ from protos.specmesh.v1 import target_pb2, target_pb2_grpc
 from specmesh.client import AsyncClient, Chunk, GenerateOptions
 from specmesh.engine.weight_check import seal
 from specmesh.errors import PermissionDenied, Unauthenticated
-from specmesh.rpc import RpcLimits, create_channel, error_from_rpc
+from specmesh.rpc import RpcLimits, create_channel
+from specmesh.wire_errors import error_from_rpc
 from tests.deploy.certificates import issue, issue_all, make_authority
 from tests.deploy.containers import (
     Node,

@@ -32,9 +32,9 @@ from specmesh.errors import (
     TooBusy,
 )
 from specmesh.resume import Resumption
-from specmesh.rpc import error_from_rpc, status_of
 from specmesh.telemetry import Telemetry
 from specmesh.tokenizer import Tokenizer
+from specmesh.wire_errors import error_from_rpc, status_of
 from tests.fuzz.fuzzer import Refused
 from tests.fuzz.mutations import mutated_bytes, mutated_message
 

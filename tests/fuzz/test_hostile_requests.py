@@ -19,7 +19,7 @@ from specmesh.client import AsyncClient, GenerateOptions, RetryPolicy
 from specmesh.config import AdmissionSettings, ServerSettings, SpeculationSettings
 from specmesh.errors import ContextTooLong, InvalidRequest, Unauthenticated
 from specmesh.logs import JsonFormatter
-from specmesh.rpc import error_from_rpc
+from specmesh.wire_errors import error_from_rpc
 from tests.e2e.stack import END_ID, VOCAB_SIZE, LetterTokenizer, running_stack
 
 PROMPT = [1, 2, 3]

@@ -19,14 +19,9 @@ from cryptography.x509.oid import NameOID
 from protos.specmesh.v1 import session_pb2, target_pb2, target_pb2_grpc
 from specmesh.config import TlsSettings
 from specmesh.errors import ConfigError, NotReady, PermissionDenied
-from specmesh.rpc import (
-    RpcLimits,
-    bind,
-    create_channel,
-    create_server,
-    error_from_rpc,
-)
+from specmesh.rpc import RpcLimits, bind, create_channel, create_server
 from specmesh.tls import channel_credentials, server_credentials
+from specmesh.wire_errors import error_from_rpc
 
 IDENTITY = "spiffe://specmesh/coordinator"
 DAY = datetime.timedelta(days=1)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
-from specmesh import rpc
+from specmesh import rpc, wire_errors
 from specmesh.engine.links import LinkOptions, ServiceLink, split_by_bytes
 from specmesh.engine.runner import FLOOD_FACTOR, EngineOptions
 from specmesh.engine.serving import ServiceState
@@ -129,7 +129,7 @@ async def test_a_peer_that_does_not_read_loses_its_link() -> None:
             await asyncio.sleep(0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_to_end(link.stream)
-        assert type(rpc.error_from_rpc(caught.value)) is TooBusy
+        assert type(wire_errors.error_from_rpc(caught.value)) is TooBusy
 
 
 async def test_too_many_commands_are_told_to_come_back() -> None:
@@ -183,7 +183,7 @@ async def test_a_peer_that_writes_without_end_loses_its_link() -> None:
         await link.send(Script("target", "x", [1]).close())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_to_end(link.stream)
-        assert type(rpc.error_from_rpc(caught.value)) is TooBusy
+        assert type(wire_errors.error_from_rpc(caught.value)) is TooBusy
         assert service.engine._num_submitted == 2 + FLOOD_FACTOR * 3
         async with linked(service) as other:
             again = Script("target", "again", list(PROMPT))
@@ -321,10 +321,10 @@ async def test_before_the_model_is_loaded_calls_are_not_ready() -> None:
         stub = target_pb2_grpc.TargetServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetInfo(target_pb2.TargetServiceGetInfoRequest())
-        assert type(rpc.error_from_rpc(caught.value)) is NotReady
+        assert type(wire_errors.error_from_rpc(caught.value)) is NotReady
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Link(iter(())).read()
-        assert type(rpc.error_from_rpc(caught.value)) is NotReady
+        assert type(wire_errors.error_from_rpc(caught.value)) is NotReady
     await server.stop(None)
 
 

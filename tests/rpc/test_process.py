@@ -22,7 +22,7 @@ from protos.specmesh.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-from specmesh import rpc, tls, wire
+from specmesh import rpc, tls, wire, wire_errors
 from specmesh.config import DraftSettings, ServerSettings, TargetSettings, TlsSettings
 from specmesh.engine import serving
 from specmesh.engine.decoder import Decoder, StepBatch, load_decoder
@@ -148,7 +148,7 @@ async def test_a_lost_device_ends_the_process_with_a_fault(
         await link.send(script.verify())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await link.stream.read()
-        assert type(rpc.error_from_rpc(caught.value)) is NotReady
+        assert type(wire_errors.error_from_rpc(caught.value)) is NotReady
     with pytest.raises(InternalError):
         await running
 
@@ -312,7 +312,7 @@ async def test_mutual_tls_lets_in_named_peers_only(pair, tls_files) -> None:
     assert (await call(tls.channel_credentials(tls_files["coordinator"]))).info.page_size == 16
     with pytest.raises(grpc.aio.AioRpcError) as denied:
         await call(tls.channel_credentials(tls_files["stranger"]))
-    assert type(rpc.error_from_rpc(denied.value)) is PermissionDenied
+    assert type(wire_errors.error_from_rpc(denied.value)) is PermissionDenied
     with pytest.raises(grpc.aio.AioRpcError) as plain:
         await call(None)
     assert plain.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from protos.specmesh.v1 import session_pb2
-from specmesh import rpc, wire
+from specmesh import wire, wire_errors
 from specmesh.engine.runner import EngineOptions
 from specmesh.errors import PrefixMismatch
 from specmesh.shaping import TokenShaper
@@ -145,7 +145,7 @@ async def test_a_mismatch_changes_nothing_and_tells_how_to_resync() -> None:
         truth = [*PROMPT[:6], 11, 12, 13, 14]  # differs from index 6 on: one page of 4 is common
         script.tokens, script.known_len = truth, len(served)
         mismatch = await link.call(script.verify([1, 2]))
-        error = rpc.error_from_message(mismatch.error)
+        error = wire_errors.error_from_message(mismatch.error)
         assert type(error) is PrefixMismatch
         assert error.confirmed_len == len(served)
         assert error.page_digests == (

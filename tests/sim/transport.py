@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from specmesh.rpc import ErrorMapping
+from specmesh.wire_errors import ErrorMapping
 from tests.sim.loop import SimLoop
 from tests.sim.options import Setup
 

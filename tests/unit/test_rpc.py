@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.specmesh.v1 import target_pb2, target_pb2_grpc
-from specmesh import rpc, tls
+from specmesh import rpc, tls, wire_errors
 from specmesh.errors import (
     BY_REASON,
     ConfigError,
@@ -86,7 +86,7 @@ async def test_every_error_class_crosses_a_unary_call_and_a_stream(reason, servi
         await call(b"")
     for caught in (unary, streamed):
         assert caught.value.code() is grpc.StatusCode[sent.status]
-        received = rpc.error_from_rpc(caught.value)
+        received = wire_errors.error_from_rpc(caught.value)
         assert type(received) is type(sent)
         assert (received.message, received.field) == (sent.message, sent.field)
         assert received.retry_after_s == sent.retry_after_s
@@ -98,16 +98,16 @@ async def test_every_error_class_crosses_a_unary_call_and_a_stream(reason, servi
 def test_every_error_class_crosses_a_link_frame(reason) -> None:
     """CommandError is a lossless carrier of every class, page digests included."""
     sent = make(BY_REASON[reason])
-    received = rpc.error_from_message(rpc.error_to_message(sent))
+    received = wire_errors.error_from_message(wire_errors.error_to_message(sent))
     assert type(received) is type(sent)
     assert vars(received) == vars(sent)
 
 
 def test_an_unknown_reason_is_an_internal_error_that_names_it() -> None:
     """A newer peer's reason is not guessed at."""
-    message = rpc.error_to_message(TooBusy("full"))
+    message = wire_errors.error_to_message(TooBusy("full"))
     message.reason = "FROM_THE_FUTURE"
-    received = rpc.error_from_message(message)
+    received = wire_errors.error_from_message(message)
     assert type(received) is InternalError
     assert "FROM_THE_FUTURE" in received.message
 
@@ -120,7 +120,7 @@ async def test_a_bug_becomes_internal_without_its_text(service) -> None:
         await target_pb2_grpc.TargetServiceStub(channel).GetInfo(
             target_pb2.TargetServiceGetInfoRequest()
         )
-    received = rpc.error_from_rpc(caught.value)
+    received = wire_errors.error_from_rpc(caught.value)
     assert type(received) is InternalError
     assert "secret" not in str(received)
     assert "ZeroDivisionError" in str(received)
@@ -133,7 +133,7 @@ async def test_an_absent_peer_is_not_ready() -> None:
         await target_pb2_grpc.TargetServiceStub(channel).GetInfo(
             target_pb2.TargetServiceGetInfoRequest()
         )
-    assert type(rpc.error_from_rpc(caught.value)) is NotReady
+    assert type(wire_errors.error_from_rpc(caught.value)) is NotReady
     await channel.close()
 
 
@@ -146,7 +146,7 @@ async def test_a_message_over_the_limit_is_refused(service) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert type(rpc.error_from_rpc(caught.value)) is InvalidRequest  # never retry
+    assert type(wire_errors.error_from_rpc(caught.value)) is InvalidRequest  # never retry
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 10, b"\x0b" * 5000])
@@ -157,7 +157,7 @@ async def test_a_request_that_cannot_be_parsed_is_invalid(content, service, capl
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(content)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    received = rpc.error_from_rpc(caught.value)
+    received = wire_errors.error_from_rpc(caught.value)
     assert type(received) is InvalidRequest
     assert "cannot be parsed" in received.message
     assert caplog.records == []
@@ -165,7 +165,7 @@ async def test_a_request_that_cannot_be_parsed_is_invalid(content, service, capl
 
 def test_long_messages_are_cut_at_a_character() -> None:
     """Details stay within 4 KB of UTF-8 and remain decodable."""
-    status = rpc.status_of(TooBusy("é" * 10_000, field="f" * 10_000))
+    status = wire_errors.status_of(TooBusy("é" * 10_000, field="f" * 10_000))
     assert status.ByteSize() <= 4096
     assert status.message.endswith("...")
     assert set(status.message.removesuffix("...")) == {"é"}
