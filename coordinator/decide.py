@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordinator.messages import Audit, Closing, Decide, Outcome
+from coordinator.commands import Closing, Outcome
+from coordinator.messages import Audit, Decide
 from kernels import reference
 from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose

@@ -17,33 +17,25 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from coordinator.commands import Ahead, Close, Deferred, Failed, Open, Opened, Proposal, Propose
 from coordinator.foresight import Foresight
 from coordinator.messages import (
     Action,
-    Ahead,
-    Close,
-    Deferred,
     DraftPlaced,
     DraftReply,
     DraftSwitchedOff,
-    Failed,
     IllegalEvent,
     Lost,
-    Open,
-    Opened,
     PeerViolation,
     PlaceDraft,
-    Proposal,
-    Propose,
-    Rule,
     Send,
-    SessionPlan,
     Side,
     StartTimer,
     StopTimer,
     Timer,
     TimerFired,
 )
+from coordinator.session_plan import Rule, SessionPlan
 from coordinator.target_side import last_equal, prefix_of
 from specmesh.ledger import Ledger
 

@@ -18,15 +18,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from coordinator.commands import Ahead, Close, Failed, Open, Propose, Verify
 from coordinator.decide import AuditResult, DraftFault, Law, audit_round, decide_round
 from coordinator.fleet import Fleet
 from coordinator.links import ReplicaLink
 from coordinator.messages import (
-    Ahead,
     Audit,
     Begin,
     Cancel,
-    Close,
     Decide,
     Decided,
     DecisionFailed,
@@ -35,14 +34,11 @@ from coordinator.messages import (
     DraftSwitchedOff,
     Event,
     Fail,
-    Failed,
     Finish,
     Lost,
-    Open,
     PeerViolation,
     PlaceDraft,
     PlaceTarget,
-    Propose,
     RoundDone,
     Send,
     Side,
@@ -51,7 +47,6 @@ from coordinator.messages import (
     TargetReply,
     Timer,
     TimerFired,
-    Verify,
 )
 from coordinator.placement import prefix_key
 from coordinator.protocol import Session

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.messages import Ahead, Proposal
+from coordinator.commands import Ahead, Proposal
 
 MAX_VAIN = 4  # proposals in a row whose continuations came too late, or not at all
 NUM_RESTS = 64  # proposals for which none is asked for then

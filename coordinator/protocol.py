@@ -15,32 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from coordinator.commands import Close, Deferred, Failed, Opened, Outcome, Verdict
 from coordinator.drafting import Drafting, Proposed, Signal, Unavailable
 from coordinator.messages import (
     Action,
     Audit,
     Begin,
     Cancel,
-    Close,
     Decide,
     Decided,
     DecisionFailed,
-    Deferred,
     Deliver,
     DraftPlaced,
     DraftReply,
     Event,
     Fail,
-    Failed,
     Finish,
     IllegalEvent,
     Lost,
-    Opened,
-    Outcome,
     PeerViolation,
     PlaceTarget,
     Send,
-    SessionPlan,
     Side,
     StartTimer,
     Stats,
@@ -50,8 +45,8 @@ from coordinator.messages import (
     TargetUnplaced,
     Timer,
     TimerFired,
-    Verdict,
 )
+from coordinator.session_plan import SessionPlan
 from coordinator.stages import TRANSITIONS, Stage
 from coordinator.stops import Ending, Output
 from coordinator.tally import Round, Tally

@@ -14,9 +14,10 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
+from coordinator.commands import Failed
 from coordinator.costs import RoundSample
 from coordinator.decide import AuditResult
-from coordinator.messages import Failed, RoundDone, Side
+from coordinator.messages import RoundDone, Side
 from coordinator.policy import SessionPolicy
 from coordinator.protocol import CHAIN_STEPS, Session
 from coordinator.stages import Stage

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coordinator.messages import Rule, SessionPlan
+from coordinator.session_plan import Rule, SessionPlan
 from coordinator.stops import StopRules
 from protos.specmesh.v1 import generation_pb2, session_pb2
 from specmesh.config import AdmissionSettings, SpeculationSettings

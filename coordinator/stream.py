@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from coordinator.messages import Deliver, Fail, Failed, Finish, FinishReason, Stats
+from coordinator.commands import Failed
+from coordinator.messages import Deliver, Fail, Finish, FinishReason, Stats
 from protos.specmesh.v1 import generation_pb2 as pb
 from specmesh.errors import BY_REASON, Cancelled, InternalError, SpecmeshError
 

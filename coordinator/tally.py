@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coordinator.messages import Outcome, RoundDone, Rows, Stats
+from coordinator.commands import Outcome, Rows
+from coordinator.messages import RoundDone, Stats
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.messages import Open, Prefix, Rows, Verify
+from coordinator.commands import Open, Prefix, Rows, Verify
 from specmesh.ledger import Ledger
 
 

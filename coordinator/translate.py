@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.messages import (
+from coordinator.commands import (
     Ahead,
     Close,
     Closing,
     Command,
     Continuation,
     Deferred,
-    DraftReply,
     Failed,
     Open,
     Opened,
@@ -23,11 +22,10 @@ from coordinator.messages import (
     Prefix,
     Proposal,
     Propose,
-    Side,
-    TargetReply,
     Verdict,
     Verify,
 )
+from coordinator.messages import DraftReply, Side, TargetReply
 from protos.specmesh.v1 import draft_pb2, session_pb2, target_pb2
 from specmesh.ledger import Boundaries
 

@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.messages import (
-    Closing,
-    Outcome,
-    PeerViolation,
-    SessionPlan,
-    Side,
-    Verdict,
-    Verify,
-)
+from coordinator.commands import Closing, Outcome, Verdict, Verify
+from coordinator.messages import PeerViolation, Side
+from coordinator.session_plan import SessionPlan
 
 
 def news_of(verdict: Verdict, taken: Sequence[int]) -> Verdict | None:

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.commands import Outcome
 from coordinator.decide import AuditResult
-from coordinator.messages import Outcome
 from coordinator.protocol import Session
 from coordinator.replica import CoordinatorReplica
 from draft_service.proposer import Proposer

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from coordinator.commands import Ahead
 from coordinator.foresight import Foresight
-from coordinator.messages import Ahead
 from specmesh.client import GenerateOptions
 from specmesh.config import LinkSettings, SpeculationSettings
 from tests.e2e.stack import Stack, recorded_rounds, running_stack

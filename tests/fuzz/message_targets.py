@@ -13,9 +13,10 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
+from coordinator.commands import Closing, Outcome
 from coordinator.decide import DraftFault, Law, audit_round, decide_round
 from coordinator.detokenizer import Detokenizer
-from coordinator.messages import Audit, Closing, Decide, Outcome
+from coordinator.messages import Audit, Decide
 from coordinator.requests import ModelLimits, Resolver
 from coordinator.stops import Output
 from kernels.streams import Purpose

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from coordinator import verdicts
+from coordinator.commands import Ahead, Verdict
 from coordinator.drafting import Drafting
 from coordinator.foresight import Foresight
 from coordinator.links import ReplicaLink
-from coordinator.messages import Ahead, Verdict
 from coordinator.protocol import Session as Protocol
 from coordinator.stops import Output, Shown
 from coordinator.tally import Round

@@ -16,48 +16,50 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.detokenizer import Detokenizer
-from coordinator.messages import (
-    Action,
+from coordinator.commands import (
     Ahead,
-    Audit,
-    Begin,
     Close,
     Closing,
     Command,
     Continuation,
+    Deferred,
+    Failed,
+    Open,
+    Opened,
+    Outcome,
+    Proposal,
+    Propose,
+    Verdict,
+    Verify,
+)
+from coordinator.detokenizer import Detokenizer
+from coordinator.messages import (
+    Action,
+    Audit,
+    Begin,
     Decide,
     Decided,
-    Deferred,
     Deliver,
     DraftPlaced,
     DraftReply,
     Event,
     Fail,
-    Failed,
     Finish,
     Lost,
-    Open,
-    Opened,
-    Outcome,
     PeerViolation,
     PlaceDraft,
     PlaceTarget,
-    Proposal,
-    Propose,
     RoundDone,
     Send,
-    SessionPlan,
     Side,
     StartTimer,
     StopTimer,
     TargetPlaced,
     TargetReply,
     TimerFired,
-    Verdict,
-    Verify,
 )
 from coordinator.protocol import Session
+from coordinator.session_plan import SessionPlan
 from coordinator.stops import Output, StopRules
 from specmesh.errors import PrefixMismatch, SpecmeshError, StaleRound
 from specmesh.ledger import EMPTY_DIGEST, Ledger, extend_digest

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from coordinator.commands import Proposal
 from coordinator.foresight import Foresight
-from coordinator.messages import Proposal
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.ledger import Ledger
 from tests.sim.bugs import resume_from_nothing

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.commands import Proposal
 from coordinator.driver import Driver
 from coordinator.foresight import Foresight
-from coordinator.messages import Deliver, Proposal
+from coordinator.messages import Deliver
 from coordinator.protocol import Session
 from draft_service.proposer import Proposer
 from protos.specmesh.v1 import generation_pb2 as pb

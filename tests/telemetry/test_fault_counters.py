@@ -11,23 +11,23 @@ from typing import Any, cast
 
 import pytest
 
+from coordinator.commands import Deferred
 from coordinator.decide import Law
 from coordinator.driver import MAX_WAITING_EVENTS, Driver, SessionWire
 from coordinator.fleet import Fleet
 from coordinator.messages import (
-    Deferred,
     Deliver,
     Fail,
     Finish,
     Lost,
     PlaceTarget,
-    SessionPlan,
     Side,
     TargetPlaced,
     TargetReply,
 )
 from coordinator.policy import SessionPolicy, SharedPolicy
 from coordinator.records import RoundRecorder, SampleFacts
+from coordinator.session_plan import SessionPlan
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.config import LinkSettings, TelemetrySettings
 from specmesh.errors import Cancelled

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.messages import (
-    Action,
-    Event,
-    Finish,
-    Propose,
-    Send,
-    SessionPlan,
-    Side,
-    Verify,
-)
+from coordinator.commands import Propose, Verify
+from coordinator.messages import Action, Event, Finish, Send, Side
+from coordinator.session_plan import SessionPlan
 from tests.sim.fakes import FakeDraft, FakeTarget, Loopback, make_session
 from tests.unit.session_plan import WANTED, plan_of
 

@@ -18,31 +18,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.commands import Closing, Outcome, Proposal, Propose, Verdict, Verify
 from coordinator.costs import RoundSample
 from coordinator.detokenizer import Detokenizer
 from coordinator.messages import (
     Begin,
-    Closing,
     DraftPlaced,
     DraftReply,
     Finish,
-    Outcome,
     PlaceDraft,
     PlaceTarget,
-    Proposal,
-    Propose,
     RoundDone,
-    Rule,
     Send,
-    SessionPlan,
     Side,
     TargetPlaced,
     TargetReply,
-    Verdict,
-    Verify,
 )
 from coordinator.policy import SessionPolicy, SharedPolicy
 from coordinator.protocol import CHAIN_STEPS, Session
+from coordinator.session_plan import Rule, SessionPlan
 from coordinator.stops import Output, StopRules
 
 TOKEN = 7

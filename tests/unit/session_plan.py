@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.messages import Rule, SessionPlan
+from coordinator.session_plan import Rule, SessionPlan
 from tests.sim.fakes import VOCAB_SIZE, expected_output
 
 PROMPT = (5, 6, 7)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.admission import Admission, fewest_running_first
-from coordinator.messages import Deliver, Fail, Failed, Finish, FinishReason, Stats
+from coordinator.commands import Failed
+from coordinator.messages import Deliver, Fail, Finish, FinishReason, Stats
 from coordinator.placement import Candidate, choose_draft, choose_target, prefix_key
 from coordinator.stream import OutputStream
 from coordinator.tenants import DEFAULT_TENANT, NO_LIMITS, TenantLimits, Tenants

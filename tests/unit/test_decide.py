@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from coordinator.commands import Closing, Outcome
 from coordinator.decide import AuditResult, DraftFault, Law, audit_round, decide_round
-from coordinator.messages import Audit, Closing, Decide, Outcome
+from coordinator.messages import Audit, Decide
 from kernels import reference
 from kernels.reference_rows import NEAR_TIE
 from kernels.streams import Purpose

@@ -7,30 +7,31 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.commands import (
+    Ahead,
+    Command,
+    Continuation,
+    Failed,
+    Proposal,
+    Propose,
+    Verdict,
+    Verify,
+)
 from coordinator.drafting import DraftState
 from coordinator.foresight import NUM_RESTS, Foresight
 from coordinator.messages import (
     Action,
-    Ahead,
-    Command,
-    Continuation,
     DraftReply,
     DraftSwitchedOff,
     Event,
-    Failed,
-    Proposal,
-    Propose,
-    Rule,
     Send,
-    SessionPlan,
     Side,
     StartTimer,
     TargetReply,
     Timer,
     TimerFired,
-    Verdict,
-    Verify,
 )
+from coordinator.session_plan import Rule, SessionPlan
 from tests.sim.fakes import FakeDraft, Loopback, agreeable, fickle
 from tests.unit.disturbed_session import finish, is_working, loopback_of, once
 from tests.unit.session_plan import plan_of

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.messages import (
-    Audit,
-    Cancel,
-    Close,
-    Fail,
-    Finish,
-    FinishReason,
-    Open,
-    PlaceDraft,
-    Propose,
-    SessionPlan,
-    Side,
-    Verify,
-)
+from coordinator.commands import Close, Open, Propose, Verify
+from coordinator.messages import Audit, Cancel, Fail, Finish, FinishReason, PlaceDraft, Side
+from coordinator.session_plan import SessionPlan
 from coordinator.stages import Stage
 from tests.sim.fakes import (
     FakeDraft,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.commands import Deferred, Failed, Proposal, Propose
 from coordinator.messages import (
     Action,
-    Deferred,
     DraftPlaced,
     DraftReply,
     DraftSwitchedOff,
     Event,
-    Failed,
     Lost,
     PlaceDraft,
-    Proposal,
-    Propose,
     RoundDone,
     Side,
     StartTimer,

@@ -7,26 +7,22 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.commands import Close, Deferred, Failed, Verdict, Verify
 from coordinator.messages import (
     Action,
-    Close,
-    Deferred,
     Event,
     Fail,
-    Failed,
     Finish,
     Lost,
     PeerViolation,
     Send,
-    SessionPlan,
     Side,
     StartTimer,
     TargetReply,
     Timer,
     TimerFired,
-    Verdict,
-    Verify,
 )
+from coordinator.session_plan import SessionPlan
 from coordinator.stages import Stage
 from coordinator.verdicts import news_of
 from tests.sim.fakes import VOCAB_SIZE, FakeTarget, Loopback, make_session, timers

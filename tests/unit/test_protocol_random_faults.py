@@ -6,23 +6,21 @@ import random
 
 import pytest
 
+from coordinator.commands import Deferred, Failed, Opened
 from coordinator.messages import (
     Action,
-    Deferred,
     DraftReply,
     DraftSwitchedOff,
     Event,
-    Failed,
     Finish,
     Lost,
-    Opened,
-    Rule,
     Send,
     Side,
     StartTimer,
     TargetReply,
     TimerFired,
 )
+from coordinator.session_plan import Rule
 from tests.sim.fakes import FakeDraft, FakeTarget, Loopback, make_session
 from tests.unit.session_plan import WANTED, plan_of
 

@@ -13,33 +13,26 @@ from hypothesis import strategies as st
 
 import coordinator
 from coordinator import messages
+from coordinator.commands import Closing, Deferred, Failed, Opened, Outcome, Proposal, Verdict
 from coordinator.drafting import DRAFT_TRANSITIONS, DraftState
 from coordinator.messages import (
     Begin,
     Cancel,
-    Closing,
     Decided,
     DecisionFailed,
-    Deferred,
     DraftPlaced,
     DraftReply,
-    Failed,
     IllegalEvent,
     Lost,
-    Opened,
-    Outcome,
     PeerViolation,
-    Proposal,
-    Rule,
-    SessionPlan,
     Side,
     TargetPlaced,
     TargetReply,
     TargetUnplaced,
     TimerFired,
-    Verdict,
 )
 from coordinator.protocol import Session
+from coordinator.session_plan import Rule, SessionPlan
 from coordinator.stages import TRANSITIONS, Stage
 from specmesh import errors
 from tests.sim.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, Loopback, make_session

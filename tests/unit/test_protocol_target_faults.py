@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.commands import Close, Deferred, Failed, Open, Propose, Verify
 from coordinator.messages import (
     Action,
-    Close,
     Decide,
-    Deferred,
     DraftPlaced,
     DraftSwitchedOff,
     Event,
     Fail,
-    Failed,
     Lost,
-    Open,
     PlaceDraft,
     PlaceTarget,
-    Propose,
     Side,
     StartTimer,
     TargetPlaced,
@@ -26,7 +22,6 @@ from coordinator.messages import (
     TargetUnplaced,
     Timer,
     TimerFired,
-    Verify,
 )
 from tests.unit.disturbed_session import finish, is_working, loopback_of, once
 from tests.unit.session_plan import plan_of

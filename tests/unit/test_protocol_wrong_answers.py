@@ -7,27 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.commands import Closing, Failed, Outcome, Proposal, Propose, Verdict, Verify
 from coordinator.messages import (
     Action,
-    Closing,
     Decide,
     Decided,
     DraftSwitchedOff,
     Event,
-    Failed,
     Finish,
     IllegalEvent,
     Lost,
-    Outcome,
     PeerViolation,
-    Proposal,
-    Propose,
-    Rule,
     Side,
     TargetReply,
-    Verdict,
-    Verify,
 )
+from coordinator.session_plan import Rule
 from tests.sim.fakes import (
     VOCAB_SIZE,
     FakeDraft,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.messages import Rule
 from coordinator.requests import MAX_STOP_BYTES, MAX_STOP_STRINGS, ModelLimits, Resolver
+from coordinator.session_plan import Rule
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import AdmissionSettings, SpeculationSettings
