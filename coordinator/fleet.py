@@ -26,8 +26,8 @@ from coordinator.messages import (
 from coordinator.placement import Candidate, choose_draft, choose_target
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import LinkSettings
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.errors import ModelMismatch, NotReady
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.rpc import RpcLimits
 
 logger = logging.getLogger(__name__)

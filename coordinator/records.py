@@ -23,9 +23,9 @@ from coordinator.protocol import CHAIN_STEPS, Session
 from coordinator.stages import Stage
 from coordinator.translate import boundaries_of
 from protos.specmesh.v1 import session_pb2
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.errors import BY_REASON, InternalError
 from specmesh.logs import SessionLogger
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.round_record import RoundRecord, SideRecord, content_attributes
 from specmesh.spans import PREFILL, ROUND
 from specmesh.telemetry import Telemetry

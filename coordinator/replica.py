@@ -27,8 +27,8 @@ from coordinator.tenants import Tenants
 from protos.specmesh.v1 import generation_pb2_grpc
 from specmesh.allocator import keep_freed_memory, keep_started_objects
 from specmesh.config import CoordinatorSettings
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.errors import ConfigError, NotReady
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
 from specmesh.rpc import (
     Health,

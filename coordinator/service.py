@@ -35,6 +35,7 @@ from coordinator.tenants import Tenants
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import generation_pb2_grpc, session_pb2
 from specmesh.config import CoordinatorSettings
+from specmesh.coordinator_metrics import CoordinatorMetrics, RequestRecord
 from specmesh.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -44,7 +45,6 @@ from specmesh.errors import (
     TooBusy,
 )
 from specmesh.logs import SessionLogger
-from specmesh.metrics import CoordinatorMetrics, RequestRecord
 from specmesh.spans import GENERATE, Key
 from specmesh.telemetry import Telemetry, installed_version
 from specmesh.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from specmesh.engine import serving
 from specmesh.engine.executor import MAX_SLOTS
 from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 
 
 def _register(state: serving.ServiceState, server: grpc.aio.Server) -> None:

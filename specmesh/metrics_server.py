@@ -1,6 +1,7 @@
 """The HTTP endpoint that Prometheus scrapes, and the event loop's own lag.
 
-Owns a port and a thread. Must not know which metrics there are: `specmesh/metrics.py` names them.
+Owns a port and a thread. Must not know which metrics there are: `specmesh/coordinator_metrics.py`
+and `specmesh/service_metrics.py` name them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from specmesh.engine import serving
 from specmesh.engine.executor import MAX_SLOTS
 from specmesh.engine.loading import LoadedModel
 from specmesh.errors import ConfigError
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from target_service.candidates import RedrawCheck
 from target_service.service import SERVICE_NAME, TargetServicer
 from target_service.verifier import Verifier, VerifierOptions

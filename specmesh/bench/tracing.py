@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from specmesh.bench.measure import Ratio, Series, series, versions
 from specmesh.config import TelemetrySettings
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.ledger import Boundaries
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.round_record import AttributeValue, RoundRecord, SideRecord
 from specmesh.spans import DRAFT_FORWARD, GENERATE, PROPOSE, ROUND, TARGET_FORWARD, VERIFY, Key
 from specmesh.telemetry import Telemetry

@@ -41,7 +41,6 @@ from specmesh.engine.role import Role
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.errors import InternalError, NotReady
 from specmesh.logs import configure_logging
-from specmesh.metrics import ServiceMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
 from specmesh.rpc import (
     Health,
@@ -50,6 +49,7 @@ from specmesh.rpc import (
     create_server,
     enable_reflection,
 )
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from specmesh.tls import server_credentials
 from specmesh.tokenizer import load_tokenizer

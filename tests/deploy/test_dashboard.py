@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from specmesh.metrics import CoordinatorMetrics, ServiceMetrics
+from specmesh.coordinator_metrics import CoordinatorMetrics
+from specmesh.service_metrics import ServiceMetrics
 from tests.deploy.manifests import K8S, ROOT, of_kind, overlay
 
 DASHBOARD = json.loads((K8S / "components/prometheus/dashboard.json").read_text())

@@ -15,7 +15,7 @@ from coordinator.replica import CoordinatorReplica
 from protos.specmesh.v1 import session_pb2
 from specmesh.client import AsyncClient
 from specmesh.config import CoordinatorSettings, LinkSettings, ServerSettings
-from specmesh.metrics import CoordinatorMetrics
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.round_record import RoundRecord
 from tests.rpc import peers
 from tests.rpc.fake_model import PrefixDecoder

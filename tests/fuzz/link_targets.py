@@ -24,7 +24,7 @@ from specmesh.engine.executor import Device
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.engine.sessions import Limits
 from specmesh.engine.waits import block_on
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.verifier import Verifier, VerifierOptions

@@ -28,7 +28,7 @@ from specmesh.engine.executor import MAX_SLOTS, Device, StepExecutor
 from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.engine.sessions import Limits
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.device_verifier import DeviceVerifier

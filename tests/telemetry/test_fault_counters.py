@@ -30,10 +30,10 @@ from coordinator.records import RoundRecorder, SampleFacts
 from coordinator.session_plan import SessionPlan
 from protos.specmesh.v1 import session_pb2, target_pb2
 from specmesh.config import LinkSettings, TelemetrySettings
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.errors import Cancelled
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 from specmesh.logs import SessionLogger
-from specmesh.metrics import CoordinatorMetrics
 from specmesh.telemetry import Telemetry
 from tests.sim.fakes import VOCAB_SIZE, make_session
 

@@ -11,10 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specmesh.config import TelemetrySettings
+from specmesh.coordinator_metrics import CoordinatorMetrics, RequestRecord
 from specmesh.errors import ConfigError
-from specmesh.metrics import CoordinatorMetrics, RequestRecord, ServiceMetrics
 from specmesh.metrics_server import MetricsServer, watch_event_loop
 from specmesh.round_record import RoundRecord, SideRecord
+from specmesh.service_metrics import ServiceMetrics
 
 ROUND = RoundRecord(
     "session-1", 3, 40, num_draft_tokens=4, num_judged=3, num_accepted=2, num_emitted=3,

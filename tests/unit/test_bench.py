@@ -20,7 +20,7 @@ from specmesh.bench.suite import Results, Suite
 from specmesh.bench.timeline import PHASES, phases
 from specmesh.client import GenerateOptions
 from specmesh.errors import NotReady
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.spans import (
     DRAFT_FORWARD,
     GENERATE,

@@ -21,7 +21,7 @@ from specmesh.engine.runner import Engine, EngineOptions, system_clocks
 from specmesh.engine.scheduler import Step
 from specmesh.engine.sessions import Limits
 from specmesh.errors import NumericFault
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.device_verifier import DeviceVerifier, decided_step

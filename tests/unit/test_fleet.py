@@ -19,7 +19,7 @@ from coordinator.messages import (
 from coordinator.placement import prefix_key
 from protos.specmesh.v1 import session_pb2
 from specmesh.config import LinkSettings
-from specmesh.metrics import CoordinatorMetrics
+from specmesh.coordinator_metrics import CoordinatorMetrics
 
 FULL, OTHER = "full:1", "other:1"
 
