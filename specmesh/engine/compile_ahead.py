@@ -1,9 +1,11 @@
 """Compiling kernels in parallel before the first start: minutes of one core become seconds of many.
 
-A service's steps need a hundred or two compiled kernels, one by one minutes of work. Worker
-processes run every step once over a model of the same shape with one layer of random weights: that
-fills Triton's cache on disk, from which the service then loads. Owns the workers and the mark that
-says it has been done. Must not know roles; how tokens are drawn comes as a factory.
+A service's steps need a few hundred compiled kernels, one by one minutes of work. Worker processes
+go through every step once over a model of the same shape with one layer of random weights, and
+compile what no other has claimed before; nothing is launched, so that no kernel waits for one that
+is another's. That fills Triton's cache on disk, from which the service then loads. Owns the workers
+and the mark that says it has been done. Must not know roles; how tokens are drawn comes as a
+factory.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from specmesh.engine.decoder import Decoder
 from specmesh.engine.families import ModelSpec
@@ -77,11 +82,36 @@ class Job:
     weight_dtype: WeightDtype = "model"
 
 
-def compile_shapes(job: Job) -> int:
-    """Run every step of a job once, on padding. Returns how many. Called in a worker."""
+@contextmanager
+def compiling_only(claims: Path) -> Iterator[None]:
+    """Kernels are compiled, each by who first claims it in that folder, and none is launched: what
+    they would write keeps what memory held. For this whole process; on a CPU, where kernels are
+    interpreted, they run as ever."""
+    run, do_compile = JITFunction.run, JITFunction._do_compile
+
+    def run_nothing(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *arguments, grid=grid, warmup=True, **options)
+
+    def compile_claimed(self: Any, key: str, *rest: Any) -> Any:
+        name = f"{self.fn.__module__}.{self.fn.__qualname__} {key}"
+        try:
+            (claims / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return None
+        return do_compile(self, key, *rest)
+
+    JITFunction.run, JITFunction._do_compile = run_nothing, compile_claimed
+    try:
+        yield
+    finally:
+        JITFunction.run, JITFunction._do_compile = run, do_compile
+
+
+def compile_shapes(job: Job, claims: Path) -> int:
+    """Go through every step of a job once, on padding. Returns how many. Called in a worker."""
     device = torch.device(job.device)
     if device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches on the current device
+        torch.cuda.set_device(device)  # Triton compiles for the current device
     windows = tuple(dict.fromkeys(job.spec.windows))
     spec = replace(job.spec, num_layers=len(windows), windows=windows)
     weights: Any = RandomWeights(spec, job.dtype, device, job.weight_dtype)
@@ -92,8 +122,9 @@ def compile_shapes(job: Job) -> int:
     sampler = job.make_sampler(device)
     rows = max(shape.num_slots * shape.rows_per_seq for shape in job.shapes)
     logits = torch.zeros((rows, spec.num_embeddings), dtype=job.dtype, device=device)
-    for shape in job.shapes:
-        StepProgram(shape, decoder, cache, sampler, logits).run()
+    with compiling_only(claims):
+        for shape in job.shapes:
+            StepProgram(shape, decoder, cache, sampler, logits).run()
     return len(job.shapes)
 
 
@@ -107,14 +138,18 @@ def compile_ahead(job: Job, max_workers: int = MAX_WORKERS) -> None:
     if mark.exists():
         return
     num_workers = max(1, min(max_workers, (os.cpu_count() or 2) - 2, len(job.shapes)))
-    # The largest first and dealt out, so that every worker gets kernels of every kind.
-    ordered = sorted(job.shapes, key=lambda s: -s.num_rows * s.num_passes)
-    shares = [replace(job, shapes=ordered[first::num_workers]) for first in range(num_workers)]
+    # The largest first: what takes longest is not what is left at the end.
+    ordered = replace(job, shapes=sorted(job.shapes, key=lambda s: -s.num_rows * s.num_passes))
     started = time.monotonic()
     # gRPC and CUDA run in this process: new ones are spawned, never forked.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as workers:
-        futures = [workers.submit(compile_shapes, share) for share in shares]
+    with (
+        TemporaryDirectory(prefix="specmesh-claims-") as claims,
+        ProcessPoolExecutor(num_workers, mp_context=context) as workers,
+    ):
+        futures = [
+            workers.submit(compile_shapes, ordered, Path(claims)) for _ in range(num_workers)
+        ]
         failed = [error for future in futures if (error := future.exception(TIMEOUT_S))]
     for error in failed:
         logger.warning("compiling ahead failed in a worker", extra={"error": repr(error)[:500]})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +41,27 @@ def job(device: str, shapes: list[StepShape]) -> Job:
     )
 
 
-def test_every_shape_of_a_job_is_run(device: str) -> None:
+def test_every_shape_of_a_job_is_met(device: str, tmp_path: Path) -> None:
     """A chain of two passes and one of a single pass, over one layer in place of seven."""
     shapes = [StepShape(1, 2, 0, 2, 1, 64), StepShape(2, 1, 16, 1, 1, 64)]
-    assert compile_shapes(job(device, shapes)) == 2
+    assert compile_shapes(job(device, shapes), tmp_path) == 2
+
+
+def test_each_kernel_is_compiled_by_one_worker(tmp_path: Path) -> None:
+    """Two workers share what one alone compiles, each kernel once, whatever process names it; none
+    is launched."""
+    environment = {key: own for key, own in os.environ.items() if key != "TRITON_INTERPRET"}
+    started = []
+    for name in ("alone", "shared", "shared"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "tests.kernels.claimed", str(tmp_path / name)]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    alone, first, second = (each.communicate(timeout=120)[0].splitlines() for each in started)
+    assert [each.returncode for each in started] == [0, 0, 0]
+    assert len(set(alone)) == len(alone) > 20
+    assert sorted(first + second) == sorted(alone)
 
 
 def test_it_is_done_once(

@@ -190,7 +190,7 @@ def test_a_gpu_that_cannot_convert_is_refused(monkeypatch: pytest.MonkeyPatch) -
     check(fused=True, invariant=True)
 
 
-def test_kernels_are_compiled_ahead_for_it(device: str) -> None:
+def test_kernels_are_compiled_ahead_for_it(device: str, tmp_path: Path) -> None:
     """A job of fp8 weights runs its steps over fp8 weights."""
     seen = []
     shapes = [StepShape(1, 2, 0, 1, 1, 64)]
@@ -200,9 +200,9 @@ def test_kernels_are_compiled_ahead_for_it(device: str) -> None:
         patch.setattr(
             decoder_module, "quantise", lambda weight: seen.append(weight) or original(weight)
         )
-        assert compile_shapes(plain) == 1
+        assert compile_shapes(plain, tmp_path) == 1
         assert not seen
-        assert compile_shapes(replace(plain, weight_dtype="fp8")) == 1
+        assert compile_shapes(replace(plain, weight_dtype="fp8"), tmp_path) == 1
     assert len(seen) == 7
 
 
