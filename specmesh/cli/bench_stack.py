@@ -71,6 +71,8 @@ def bench_stack(
 
     others = [_labelled(each) for each in other_draft]
     labels = [label for label, _ in others]
+    if len(set(labels)) < len(labels):
+        raise InvalidRequest(f"a label twice among {', '.join(labels)}", field="other_draft")
     extra = settings_flags(set_, [*SERVICES, *_labelled_services(labels)])
     found = standard_cases(_counts(concurrency), labels)
     chosen = selected(found, [each for each in cases.split(",") if each])

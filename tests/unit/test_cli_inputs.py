@@ -53,6 +53,13 @@ def test_a_flag_that_names_no_device(
     assert shown == f"{field}: unsupported device {name}: it must be cpu, cuda or cuda:N"
 
 
+def test_a_label_names_one_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """Proves that two further drafts of one name are refused before anything starts."""
+    flags = ["bench-stack", "--list", "--other-draft", "b=/x", "--other-draft", "b=/y"]
+    code, shown = error_of(flags, capsys)
+    assert (code, shown) == (ExitCode.USAGE, "other_draft: a label twice among b, b")
+
+
 @pytest.mark.parametrize("service", ["coordinator-b", "draft-", "target-ahead", "coordinater"])
 def test_a_setting_of_a_process_that_bench_stack_has_not(
     service: str, capsys: pytest.CaptureFixture[str]
