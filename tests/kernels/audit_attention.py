@@ -24,7 +24,7 @@ from kernels.attention_forward import Inputs
 from kernels.attention_inputs import FreshRows
 from kernels.configs import attention as configs
 from kernels.reference_attention import AttentionOptions, PagedBatch
-from tests.kernels.sm90_audit import Launch, compile_launch, recorded
+from tests.kernels.sm90_audit import Launch, compile_launches, recorded
 
 ARCHITECTURE = "sm_90"
 CAUSAL = AttentionOptions(causal=True)
@@ -101,13 +101,14 @@ def fresh_launches(head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def main() -> int:
-    launches = [
+    named = [
         *(launch for _, head_dim in configs.FORWARD for launch in dense_launches(head_dim)),
         *(launch for _, head_dim in configs.PAGED for launch in paged_launches(head_dim)),
         *(launch for _, head_dim in configs.PAGED for launch in fresh_launches(head_dim)),
     ]
-    for name, launch in launches:
-        sys.stdout.write(json.dumps({"name": name} | asdict(compile_launch(launch))) + "\n")
+    reports = compile_launches(launch for _, launch in named)
+    for (name, _), report in zip(named, reports, strict=True):
+        sys.stdout.write(json.dumps({"name": name, **asdict(report)}) + "\n")
     return 0
 
 

@@ -33,7 +33,7 @@ from kernels import (
 from kernels.configs.layers import Specialised, linear_tiles
 from kernels.fp8_weight import FP8
 from kernels.sampling import DraftKind
-from tests.kernels.sm90_audit import Launch, compile_launch, recorded
+from tests.kernels.sm90_audit import Launch, compile_launches, recorded
 
 BATCH, BUCKET, VOCAB, SPARSE_IDS = 64, 4, 128256, 256
 
@@ -261,12 +261,13 @@ def layer_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def main() -> None:
-    for name, launch in (
+    named = [
         *sampling_launches(), *linear_launches(), *specialised_launches(),
         *small_launches(), *persistent_launches(), *layer_launches(),
-    ):  # fmt: skip
-        report = {"name": name, **asdict(compile_launch(launch))}
-        sys.stdout.write(json.dumps(report) + "\n")
+    ]  # fmt: skip
+    reports = compile_launches(launch for _, launch in named)
+    for (name, _), report in zip(named, reports, strict=True):
+        sys.stdout.write(json.dumps({"name": name, **asdict(report)}) + "\n")
 
 
 if __name__ == "__main__":

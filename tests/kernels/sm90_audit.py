@@ -2,17 +2,20 @@
 
 A launch function runs on meta tensors with its kernel replaced by a recorder; the recorded
 arguments become a signature exactly as the launcher would specialise them (1 is a constant, numbers
-and pointers divisible by 16 are marked), and Triton's bundled ptxas and cuobjdump do the rest.
+and pointers divisible by 16 are marked), and Triton's bundled ptxas, nvdisasm and cuobjdump do the
+rest. A disassembler takes .3 s of processor time to start, so one reads the code of all launches.
 Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ _TYPES = {
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,24 @@ def _specialise(value: Any, specialised: bool) -> tuple[str, bool]:
     return ("i32" if -(2**31) <= value < 2**31 else "i64"), specialised and value % 16 == 0
 
 
-def compile_launch(launch: Launch) -> Report:
-    """Compile one recorded launch for sm_90 and read registers, stack and instructions."""
+@dataclass(frozen=True)
+class _Compiled:
+    """What the compiler made of a launch. code: its instructions alone."""
+
+    code: bytes
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_launches(launches: Iterable[Launch]) -> list[Report]:
+    """Compile recorded launches for sm_90 and read registers, stack and instructions."""
+    compiled = [_compile(launch) for launch in launches]
+    listed = _disassemble([own.code for own in compiled])
+    return [_read(own, lines) for own, lines in zip(compiled, listed, strict=True)]
+
+
+def _compile(launch: Launch) -> _Compiled:
     parameters = launch.kernel.params
     names = [parameter.name for parameter in parameters]
     values = dict(zip(names, launch.args, strict=False))
@@ -127,45 +146,83 @@ def compile_launch(launch: Launch) -> Report:
     source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = source_type(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=SM_90, options=options)
-    return _read(compiled.asm["cubin"], compiled.metadata.shared)
-
-
-def _read(cubin: bytes, shared_bytes: int) -> Report:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        code = subprocess.run(
-            [str(_CUOBJDUMP), "-sass", "-res-usage", file.name],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    usage = next(line for line in code.splitlines() if " REG:" in line)
+    cubin = compiled.asm["cubin"]
+    usage = next(line for line in _run("cuobjdump", cubin, "-res-usage") if " REG:" in line)
     fields = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
+    return _Compiled(
+        _code_in(cubin), int(fields["REG"]), int(fields["STACK"]), compiled.metadata.shared
+    )
+
+
+def _run(tool: str, content: bytes, *options: str) -> list[str]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return subprocess.run(
+            [str(_TOOLS / tool), *options, file.name], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+
+def _code_in(cubin: bytes) -> bytes:
+    """The instructions of an ELF file: its sections named .text and more."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    names = sections[names_at][4]
+    code = [
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin.startswith(b".text.", names + name)
+    ]
+    assert len(code) == 1  # every device function is inlined: addresses are those of one kernel
+    return code[0]
+
+
+def _disassemble(codes: list[bytes]) -> list[list[str]]:
+    """Lines of each kernel; addresses and what jumps name count through all of them."""
+    lines = iter(_run("nvdisasm", b"".join(codes), "--binary", "SM90a")[1:])
+    listed, end = [], 0
+    for code in codes:
+        end += len(code)
+        own = list(itertools.islice(lines, len(code) // _INSTRUCTION_BYTES))
+        last = _INSTRUCTION.match(own[-1])
+        assert last is not None
+        assert int(last[1], 16) == end - _INSTRUCTION_BYTES
+        listed.append(own)
+    return listed
+
+
+def _read(own: _Compiled, lines: list[str]) -> Report:
+    code = "\n".join(lines)
+    instructions = [
+        (int(match[1], 16), match[2], match[3], match[4])
+        for match in map(_INSTRUCTION.match, lines)
+        if match
+    ]
     return Report(
         wgmma=code.count("HGMMA"),
         mma=code.count("HMMA"),
         async_copies=code.count("LDGSTS") + code.count("UTMALDG"),
         slow_conversions=code.count("F2F."),
-        stack_bytes=int(fields["STACK"]),
-        spills_in_loops=_spills_in_loops(code, around=("HGMMA", "HMMA")),
-        spills_in_any_loop=_spills_in_loops(code, around=("",)),
-        registers=int(fields["REG"]),
-        shared_bytes=shared_bytes,
+        stack_bytes=own.stack_bytes,
+        spills_in_loops=_spills_in_loops(instructions, around=("HGMMA", "HMMA")),
+        spills_in_any_loop=_spills_in_loops(instructions, around=("",)),
+        registers=own.registers,
+        shared_bytes=own.shared_bytes,
     )
 
 
+_INSTRUCTION_BYTES = 16
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d\s+)?([A-Z0-9.]+)([^;]*)")
 
 
-def _spills_in_loops(code: str, around: tuple[str, ...]) -> int:
+def _spills_in_loops(
+    instructions: list[tuple[int, str | None, str, str]], around: tuple[str, ...]
+) -> int:
     """Local loads and stores inside innermost loops that hold instructions with such beginnings.
 
     A loop is a predicated backward branch; waits on barriers jump back without a predicate.
     """
-    instructions = [
-        (int(match[1], 16), match[2], match[3], match[4])
-        for match in map(_INSTRUCTION.match, code.splitlines())
-        if match
-    ]
     wanted = [at for at, _, name, _ in instructions if name.startswith(around)]
     loops = []
     for at, predicate, name, operands in instructions:
