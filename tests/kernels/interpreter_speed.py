@@ -1,9 +1,10 @@
-"""The same interpreter in less than half the time: what Triton works out anew at each step is kept.
+"""The same interpreter in a fraction of the time: what Triton works out anew at each step is kept.
 
 Interpreted, a kernel of a few hundred operations spends most of its time on bookkeeping: every call
-of one jitted function from another patches all of `triton.language` again, every tensor spells out
-names of its types, every operation builds the same table of number types. None of that depends on
-what is computed. Values still come from Triton's own operations; nothing here touches a number
+of one jitted function from another patches all of `triton.language` again, every sum is taken a
+second time to see whether it overflows and the answer is thrown away, and what types come of an
+operation is asked anew each time (`interpreter_types`). None of that depends on what is computed.
+Values still come from Triton's own operations; nothing here touches a number
 (`tests/kernels/test_interpreter_speed.py` compares both ways).
 
 Reaches into Triton's internals, so it is for the versions named below, and others run unchanged.
@@ -14,12 +15,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.kernels.interpreter_types import replacements
 
 VERSIONS = ("3.6.0",)
 
@@ -39,18 +43,13 @@ _replaced: list[_Replaced] = []
 
 def quicken() -> None:
     """Make the interpreter of this process fast, where its version is known."""
-    core = tl.core
+    builder = interpreter.interpreter_builder
     for owner, name, new in (
         (interpreter, "_patch_lang", _Patching(interpreter._patch_lang).patch),
         (interpreter, "_patch_builtin", _patch_builtin),
-        (interpreter, "_get_np_dtype", _Remembered(interpreter._get_np_dtype).of),
-        (core, "_unwrap_if_constexpr", _Unwrapping(core._unwrap_if_constexpr).unwrap),
-        (core.tuple_type, "__init__", _tuple_type),
-        (core.tuple_type, "name", property(_tuple_name)),
-        (core.tuple, "__eq__", _equal_to(core.tuple.__eq__)),
-        (core.block_type, "__init__", _block_type),
-        (core.block_type, "name", property(_block_name)),
-        (core.tensor, "__init__", _tensor),
+        (interpreter, "_patch_attr", _patch_attr),
+        (builder, "options", _without_unread_checks(builder.options)),
+        *replacements(),
     ):
         if triton.__version__ in VERSIONS:
             _replaced.append(_Replaced(owner, name, vars(owner).get(name), new))
@@ -114,86 +113,19 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
-class _Remembered:
-    """A pure function of a type, by the type's name."""
+def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """One call in place of three: a builtin's own function with what Triton passes it."""
+    semantic = TritonSemantic(builder)
+    function = getattr(member, "__wrapped__", member)
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-        self._known: dict[tuple[type, str], Any] = {}
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
 
-    def of(self, kind: Any) -> Any:
-        key = (type(kind), kind.name)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._function(kind)
-        return found
+    scope.set_attr(owner, name, call)
 
 
-def _tuple_type(self: Any, types: Any, fields: Any = None) -> None:
-    self.types = types
-    self.fields = fields or [""] * len(types)
-
-
-def _tuple_name(self: Any) -> str:
-    return "[" + ",".join(f"{k}:{v}" for k, v in zip(self.fields, self.types, strict=True)) + "]"
-
-
-class _Unwrapping:
-    """What is no constant and no list is its own value, found by a look at its class."""
-
-    def __init__(self, unwrap: Callable[[Any], Any]) -> None:
-        self._unwrap = unwrap
-        self._plain = frozenset((tl.core.tensor, tl.core.dtype, int, float, bool, type(None)))
-
-    def unwrap(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in self._plain:
-            return value
-        return value.value if kind is tl.core.constexpr else self._unwrap(value)
-
-
-def _equal_to(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Shapes of equal lengths are one object here, which no element need be looked at for."""
-
-    def equal(self: Any, other: Any) -> Any:
-        return tl.core.constexpr(True) if self is other else compare(self, other)
-
-    return equal
-
-
-_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-_shapes_of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-
-def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    assert isinstance(shape, list | tuple | tl.core.tuple)
-    key = tuple(shape)
-    if not all(type(length) is int for length in key):
-        key = tuple(tl.core._unwrap_shape(shape))
-    known = _shapes.get(key)
-    if known is None:
-        if not key:
-            raise TypeError("0d block_type is forbidden")
-        shape = tl.core.tuple(key)
-        known = _shapes[key] = (shape, tl.core.validate_block_shape(shape), str(shape))
-    self.element_ty = element_ty
-    self.shape, self.numel, self._shape_name = known
-
-
-def _block_name(self: Any) -> str:
-    return f"<{self._shape_name}, {self.element_ty}>"
-
-
-def _tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle = handle
-    self.type = type
-    self.dtype = type.scalar
-    key = tuple(type.shape.values) if type.is_block() else ()
-    known = _shapes_of_tensors.get(key)
-    if known is None:
-        numel = 1
-        for length in key:
-            numel *= length
-        shape = tl.core.tuple([tl.core.constexpr(length) for length in key])
-        known = _shapes_of_tensors[key] = (shape, tl.core.constexpr(numel))
-    self.shape, self.numel = known
+def _without_unread_checks(options: Any) -> Any:
+    """Integer sums and products are taken again in 64 bits, for an assertion that only `debug`
+    looks at."""
+    return options if options.debug else replace(options, sanitize_overflow=False)
