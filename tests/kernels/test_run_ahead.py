@@ -110,15 +110,16 @@ class Answers:
 
 def both(folder: Path, device: str, run: Callable[[Answers], Any]) -> list[Any]:
     """What `run` gives on the reference engine and on the one that decides on the device."""
-    found = []
-    for on_device in (False, True):
-        engine = make_engine("target", folder, device, on_device=on_device, pages=PAGES)
-        engine.start()
-        try:
-            found.append(run(Answers(engine)))
-        finally:
-            engine.stop()
-    return found
+    return [answered(folder, device, run, on_device=on_device) for on_device in (False, True)]
+
+
+def answered(folder: Path, device: str, run: Callable[[Answers], Any], *, on_device: bool) -> Any:
+    engine = make_engine("target", folder, device, on_device=on_device, pages=PAGES)
+    engine.start()
+    try:
+        return run(Answers(engine))
+    finally:
+        engine.stop()
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -150,7 +151,7 @@ def test_a_stop_ends_one_session_and_the_others_go_on(
         answers.ask([answers.opened(i, prompt) for i, prompt in enumerate(prompts(2))])
         return answers.wait()
 
-    undisturbed = both(folder, device, plain)[0]["0"]
+    undisturbed = answered(folder, device, plain, on_device=False)["0"]
     # A token of the second chain whose first place that is.
     place = next(i for i in (3, 4) if undisturbed[i] not in undisturbed[:i])
     stop = undisturbed[place]
