@@ -111,11 +111,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates, the rows they were drawn from and the mass truncation dropped per row."""
+    """Candidates, the rows they were drawn from and the mass truncation dropped per row. is_cut:
+    fewer than asked for, as the row behind the last one holds no law."""
 
     tokens: tuple[int, ...]
     rows: Rows = ()
     dropped_mass: tuple[float, ...] = ()
+    is_cut: bool = False
 
 
 class Continuation(NamedTuple):

@@ -100,8 +100,8 @@ DRAFT_TRANSITIONS: Final[Mapping[DraftState, Mapping[type, Transition]]] = {
 }
 
 # Failures after which the session is opened afresh, at once or on another replica. All of them
-# come before anything is drawn. A bug (INTERNAL) or NaN can come with a drawn token, and be drawn
-# again with the next round's noise: leaving out just those tokens would bend the law.
+# come before anything is drawn, and so do a bug (INTERNAL) and NaN: behind a drawn token these cut
+# the proposal, for leaving out just those tokens would bend the law. They would come again.
 _SESSION_GONE = frozenset(
     {"SESSION_NOT_FOUND", "SESSION_EXISTS", "STALE_ROUND", "ROUND_CONFLICT", "PREFIX_MISMATCH"}
 )
@@ -156,7 +156,7 @@ class Drafting:
         self._num_accepted = 0
         self._num_asked = self._num_ahead = 0  # candidates and continuations of the last command
         self._drafted: tuple[int, ...] = ()  # those of the last answer
-        self._foresight = Foresight(plan.stop_ids)
+        self._foresight = Foresight()
         self._num_resyncs = 0
         self._num_failures = 0  # in a row, without a proposal between
 
@@ -307,7 +307,7 @@ class Drafting:
         if fault:
             self.switch_off("draft_bad_proposal", f"drafted ahead: {fault}")
         else:
-            self._foresight.keep(self._drafted, ahead)
+            self._foresight.keep(self._drafted, self._num_asked, ahead)
         return None
 
     def _proposed(self, proposal: Proposal, report: object) -> Signal:
@@ -336,12 +336,12 @@ class Drafting:
     def _fault(self, asked: int, proposal: Proposal) -> str:
         """What is wrong with a proposal's content; empty when nothing is.
 
-        A draft may end its block early only with a token after which nothing can follow.
+        A draft may end its block early only with a token after which nothing can follow, or where
+        it says that it could draw nothing behind it: both follow from the tokens that it sends.
         """
         tokens = proposal.tokens
-        if len(tokens) != asked and not (
-            0 < len(tokens) < asked and tokens[-1] in self._plan.stop_ids
-        ):
+        may_end = proposal.is_cut or not self._plan.stop_ids.isdisjoint(tokens[-1:])
+        if len(tokens) != asked and not (0 < len(tokens) < asked and may_end):
             return f"{len(tokens)} candidates where {asked} were asked for"
         if any(token >= self._plan.vocab_size for token in tokens):
             return f"a candidate is outside the vocabulary of {self._plan.vocab_size}"

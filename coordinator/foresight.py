@@ -25,18 +25,20 @@ class Foresight:
     num_shared: leading candidates of the round judged last that the draft's last answer has too.
     """
 
-    def __init__(self, stop_ids: frozenset[int]) -> None:
-        self._stop_ids = stop_ids
+    def __init__(self) -> None:
         self._by_path: dict[tuple[int, ...], Proposal] = {}
+        self._num_asked = 0  # candidates of each of them, unless cut
         self._taken: tuple[int, ...] | None = None  # until the draft's own answer has come
         self._num_accepted = 0  # of the round that took them
         self.num_shared = 0
         self._is_asked = False  # of the last proposal, and nothing came yet
         self._num_vain = self._num_rests = 0
 
-    def keep(self, drafted: Sequence[int], ahead: Ahead) -> None:
-        """Remember the continuations of the proposal `drafted`, by the tokens that lead to each."""
+    def keep(self, drafted: Sequence[int], num_asked: int, ahead: Ahead) -> None:
+        """Remember the continuations of the proposal `drafted`, by the tokens that lead to each.
+        num_asked: candidates that were asked for, in each as in the proposal."""
         self._is_asked, self._num_vain = False, 0
+        self._num_asked = num_asked
         self._by_path = {
             (*drafted[: each.num_accepted], each.closing_token): each.proposal
             for each in ahead.continuations
@@ -59,16 +61,20 @@ class Foresight:
 
     def take(self, path: Sequence[int], num_draft_tokens: int) -> Proposal | None:
         """The first num_draft_tokens candidates behind `path`, the tokens since the proposal's
-        prefix; None where they were not drafted. The draft's own answer is awaited from here on."""
+        prefix; None where they were not drafted. A continuation that ends before counts as them,
+        for it is what the draft would answer; whether it does must have no say here, as it follows
+        from the candidates. The draft's own answer is awaited from here on."""
         found = self._by_path.get(tuple(path))
-        if found is None or not num_draft_tokens:
+        if found is None or not 0 < num_draft_tokens <= self._num_asked:
             return None
-        tokens = found.tokens[:num_draft_tokens]
-        if len(tokens) < num_draft_tokens and tokens[-1] not in self._stop_ids:
-            return None
-        self._taken, self._num_accepted = tokens, 0
-        count = len(tokens)
-        return Proposal(tokens, found.rows[:count], found.dropped_mass[:count])
+        count = min(num_draft_tokens, len(found.tokens))
+        self._taken, self._num_accepted = found.tokens[:count], 0
+        return Proposal(
+            self._taken,
+            found.rows[:count],
+            found.dropped_mass[:count],
+            is_cut=found.is_cut and count < num_draft_tokens,
+        )
 
     def judged(self, num_accepted: int) -> int | None:
         """How many candidates were kept of the last round that had some: how many of the draft's

@@ -128,7 +128,10 @@ def draft_reply(result: draft_pb2.DraftResult, report: object) -> DraftReply | N
 
 def _proposal(message: draft_pb2.Proposal) -> Proposal:
     return Proposal(
-        tuple(message.tokens), tuple(message.distributions), tuple(message.dropped_mass)
+        tuple(message.tokens),
+        tuple(message.distributions),
+        tuple(message.dropped_mass),
+        message.is_cut,
     )
 
 

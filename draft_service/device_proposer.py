@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.proposer import Drafting
+from draft_service.proposer import Drafting, cut
 from kernels.draft_rows import DraftedRows, DraftKeys, Truncation, draft_rows
 from kernels.sampling import Status, workspace
 from kernels.shaping import thresholds
@@ -139,9 +139,9 @@ class DeviceProposer:
         return not sends_rows or policy == session_pb2.ROW_POLICY_AUTO
 
     def num_wanted(self, task: Task) -> int:
-        """Tokens still to draw."""
+        """Rows still to draw from."""
         drafting: Drafting = task.role_state
-        return max(1, drafting.num_wanted - len(drafting.tokens))
+        return max(1, drafting.num_wanted - drafting.num_rows)
 
     def chain_len(self, wanted: Sequence[int], num_holders: int) -> int:
         """All candidates of the largest proposal: a round waits for all of them."""
@@ -186,32 +186,34 @@ class DeviceProposer:
     def commit(
         self, task: Task, slot: int, num_passes: int, step: DrawnStep
     ) -> draft_pb2.Proposal | None:
-        """Take the candidates drawn; the proposal when all are. Raises NumericFault."""
+        """Take the candidates drawn; the proposal when its passes are done. Raises NumericFault."""
         drafting: Drafting = task.role_state
         session, ledger = task.session, task.session.ledger
         reports = [step.reports[index][slot] for index in range(num_passes)]
-        num_sound = _num_sound(reports)
-        if num_sound < min(num_passes, drafting.num_draft_tokens - len(drafting.tokens)):
-            raise NumericFault(f"a row after position {task.base_len} holds no law")
-        if num_sound < num_passes:  # the row behind all candidates: nobody asked for it
-            task.is_tainted = True
+        num_sound = _num_sound(reports) if task.fault is None else 0
+        frames = []
+        if not (session.is_coupled or session.shaper.is_greedy):
+            frames = [
+                wire.sparse_frame(
+                    step.ids[index, slot, :num_ids],
+                    step.weights[index, slot, :num_ids],
+                    self.sampler.vocab_size,
+                    is_half=bool(is_truncated),
+                )
+                for index, (num_ids, is_truncated, _) in enumerate(reports[:num_sound])
+            ]
+            drafting.dropped_mass += step.dropped_mass[slot][:num_sound]
+        drafting.frames += frames
+        drafting.tokens += step.tokens[slot][:num_sound]
+        if num_sound < num_passes and task.fault is None:
+            position = task.base_len + len(drafting.tokens)
+            cut(task, NumericFault(f"the row of position {position} holds no law"))
         if num_passes > 1:
             ledger.wrote(ledger.written_len + num_passes - 1)
-        tokens = step.tokens[slot][:num_passes]
-        drafting.tokens += tokens
-        task.fed += tokens
-        if not (session.is_coupled or session.shaper.is_greedy):
-            for index, (num_ids, is_truncated, _) in enumerate(reports[:num_sound]):
-                drafting.frames.append(
-                    wire.sparse_frame(
-                        step.ids[index, slot, :num_ids],
-                        step.weights[index, slot, :num_ids],
-                        self.sampler.vocab_size,
-                        is_half=bool(is_truncated),
-                    )
-                )
-            drafting.dropped_mass += step.dropped_mass[slot][:num_passes]
-        if len(drafting.tokens) < drafting.num_wanted:
+        drafting.num_rows += num_passes
+        task.fed += drafting.tokens[len(drafting.tokens) - num_sound :]
+        task.fed += [drafting.tokens[-1]] * (num_passes - num_sound)
+        if drafting.num_rows < drafting.num_wanted:
             return None
         task.fed.pop()  # the last token is drawn and not fed
         return drafting.proposal()

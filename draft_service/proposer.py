@@ -3,8 +3,10 @@
 Owns what Propose means. The row that is sent is the row that was drawn from: truncation and
 rounding come before the draw (exactness rule 1). Each candidate's noise is keyed by its position
 and the round's base_len, or by the position alone under the coupled rule. How many candidates are
-drawn is the coordinator's choice and never depends on their values (rule 7). Must not know links,
-batches or the target. Where it runs: specmesh/engine/runner.py.
+drawn is the coordinator's choice and never depends on their values (rule 7). Where nothing can be
+drawn from a row, the proposal ends before it: the row depends on the candidates in front of it,
+and to fail would leave those out by their values. Nor does that proposal come earlier than another.
+Must not know links, batches or the target. Where it runs: specmesh/engine/runner.py.
 """
 
 from __future__ import annotations
@@ -25,19 +27,21 @@ from specmesh.config import MAX_AHEAD
 from specmesh.engine.role import Finished, Outlook, Wire, isolated
 from specmesh.engine.scheduler import Task
 from specmesh.engine.sessions import Session
-from specmesh.errors import ContextTooLong, InvalidRequest, NumericFault, SpecmeshError
+from specmesh.errors import ContextTooLong, InvalidRequest, SpecmeshError
 from specmesh.spans import DRAFT_FORWARD, PROPOSE, Key
 
 
 @dataclass(slots=True)
 class Drafting:
     """A proposal in the making: what was drawn so far. on_device: by the device; frames: the rows
-    that it drew from. num_wanted: tokens to draw; one more than candidates where the row behind all
-    of them, `behind`, is to tell how the round may end."""
+    that it drew from. num_wanted: rows to draw from; one more than candidates where the row behind
+    all of them, `behind`, is to tell how the round may end. num_rows: had so far, those included
+    from which nothing was drawn."""
 
     num_draft_tokens: int
     num_wanted: int
     on_device: bool
+    num_rows: int = 0
     cuts: list[wire.Cut] = field(default_factory=list)
     dropped_mass: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -46,13 +50,14 @@ class Drafting:
 
     def proposal(self) -> draft_pb2.Proposal:
         """The candidates that were drawn, with their rows."""
-        count = self.num_draft_tokens
+        count = min(self.num_draft_tokens, len(self.tokens))
         if len(self.frames) > count:
             self.behind = self.frames[count]
         return draft_pb2.Proposal(
             tokens=self.tokens[:count],
             distributions=self.frames[:count],
             dropped_mass=self.dropped_mass[:count],
+            is_cut=count < self.num_draft_tokens,
         )
 
 
@@ -76,7 +81,7 @@ class Proposer:
     ) -> None:
         """on_device: whether the device draws for a command, given its base_len."""
         self._max_num_draft_tokens = max_num_draft_tokens
-        self._max_ahead_bytes = max_message_bytes - wire.REST_BYTES
+        self._max_message_bytes = max_message_bytes
         self._on_device = on_device
 
     def check(self, session: Session, command: draft_pb2.Propose) -> Drafting:
@@ -115,17 +120,15 @@ class Proposer:
         return [isolated(self._advance, entry, logits) for entry in finished]
 
     def _advance(self, entry: Finished, logits: Tensor) -> draft_pb2.Proposal | None:
-        drafting: Drafting = entry.task.role_state
+        task, drafting = entry.task, entry.task.role_state
         if entry.num_rows:
-            try:
-                self._draw(entry.task, drafting, logits[entry.first_row])
-            except NumericFault:
-                if len(drafting.tokens) < drafting.num_draft_tokens:
-                    raise
-                entry.task.is_tainted = True  # the row behind all candidates: nobody asked for it
-                return self._proposal(drafting)
-            if len(drafting.tokens) < drafting.num_wanted:
-                entry.task.fed.append(drafting.tokens[-1])
+            if task.fault is None:
+                fault = isolated(self._draw, task, drafting, logits[entry.first_row])
+                if fault is not None:
+                    cut(task, fault)
+            drafting.num_rows += 1
+            if drafting.num_rows < drafting.num_wanted:
+                task.fed.append(drafting.tokens[-1])
                 return None
         return self._proposal(drafting)
 
@@ -144,6 +147,13 @@ class Proposer:
             drafting.cuts.append(cut)
         drafting.tokens.append(token)
 
+    def salvage(self, task: Task) -> draft_pb2.Proposal | None:
+        """What was drawn before a pass failed: it may have failed on the last candidate."""
+        drafting: Drafting = task.role_state
+        if not drafting.tokens:
+            return None
+        return drafting.proposal() if drafting.on_device else self._proposal(drafting)
+
     def _proposal(self, drafting: Drafting) -> draft_pb2.Proposal:
         drafting.dropped_mass = wire.dropped_masses(drafting.cuts)
         drafting.frames = [wire.encode(cut.row) for cut in drafting.cuts]
@@ -159,6 +169,13 @@ class Proposer:
         if not is_foreseeable(answer):
             return ()
         base_len = command.prefix.base_len
+        # By the most that rows may hold: what they do hold tells of the candidates before them, and
+        # all continuations are drawn on one noise.
+        policy = task.session.opening.row_policy or session_pb2.ROW_POLICY_AUTO
+        num_rows = wire.max_draft_rows(
+            self._max_message_bytes, policy, answer.distributions[0].vocab_size
+        )
+        num_outcomes = min(command.num_ahead, num_rows // command.num_draft_tokens)
         follow_ups = [
             draft_pb2.Propose(
                 prefix=session_pb2.PrefixUpdate(base_len=base_len + kept + 1),
@@ -169,16 +186,12 @@ class Proposer:
         noise = Noise(task.session.seed, base_len)
         return [
             Outlook((*answer.tokens[:kept], token), follow_ups[kept])
-            for kept, token in likely_outcomes(answer, drafting.behind, noise, command.num_ahead)
+            for kept, token in likely_outcomes(answer, drafting.behind, noise, num_outcomes)
         ]
 
     def foreseen(self, found: Sequence[tuple[Outlook, Any]], result: Any) -> None:
-        """Write proposals drafted ahead into a DraftResult: the likeliest that it holds."""
-        left = self._max_ahead_bytes
+        """Write proposals drafted ahead into a DraftResult."""
         for outlook, proposal in found:
-            left -= proposal.ByteSize() + wire.ROW_OVERHEAD
-            if left < 0:
-                return
             result.ahead.continuations.add(
                 num_accepted=len(outlook.tokens) - 1,
                 closing_token=outlook.tokens[-1],
@@ -195,3 +208,12 @@ class Proposer:
             name = session_pb2.Encoding.Name(answer.distributions[0].encoding)
             attributes[Key.ENCODING] = name.removeprefix("ENCODING_").lower()
         return attributes
+
+
+def cut(task: Task, fault: SpecmeshError) -> None:
+    """End a proposal before a row that nothing can be drawn from; the passes that are still to come
+    are for nothing. Raises the fault where nothing was drawn: it then depends on nothing drawn."""
+    drafting: Drafting = task.role_state
+    if not drafting.tokens:
+        raise fault
+    task.fault, task.is_tainted = fault, True

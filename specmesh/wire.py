@@ -151,8 +151,15 @@ def max_dense_rows(message_bytes: int, vocab_size: int, copies: int = 1) -> int:
 
 def max_sparse_rows(message_bytes: int) -> int:
     """Sparse rows that surely fit into one message, of however many ids."""
-    row_bytes = MAX_SPARSE_IDS * (ID_TYPE.itemsize + 4) + ROW_OVERHEAD
-    return max(0, message_bytes - REST_BYTES) // row_bytes
+    return max_draft_rows(message_bytes, session_pb2.ROW_POLICY_AUTO, 0)
+
+
+def max_draft_rows(message_bytes: int, policy: session_pb2.RowPolicy, vocab_size: int) -> int:
+    """Rows of a draft that surely fit into one message, whatever `cut` makes of them."""
+    row_bytes = MAX_SPARSE_IDS * (ID_TYPE.itemsize + 4)
+    if policy != session_pb2.ROW_POLICY_AUTO:
+        row_bytes = max(row_bytes, _VALUE_TYPES[DENSE_F32].itemsize * vocab_size)
+    return max(0, message_bytes - REST_BYTES) // (row_bytes + ROW_OVERHEAD)
 
 
 def encode(row: Row) -> session_pb2.Distribution:

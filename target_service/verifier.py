@@ -311,6 +311,9 @@ class Verifier:
                 for other in ranked:
                     entry.top.add(token_id=other, logprob=float(row[other]))
 
+    def salvage(self, task: Task) -> None:
+        """Nothing: what was decided is answered, and the request fails on the rest."""
+
     def looks_ahead(self, task: Task) -> bool:
         """Never: what a target is asked next, its draft has to say."""
         return False

@@ -208,16 +208,19 @@ class WorkAhead:
             for entry, body in zip([*decided, *open_], outcomes, strict=True):
                 if body is None:
                     tasks.append(entry.task)
-                elif isinstance(body, SpecmeshError):
-                    self._drop(entry.task, body)
-                else:
-                    answered[id(entry.task)] = body
+                    continue
+                if isinstance(body, SpecmeshError):
+                    self._note(entry.task, body)
+                    continue
+                if entry.task.fault is not None:
+                    self._note(entry.task, entry.task.fault)
+                answered[id(entry.task)] = body
         return answered
 
-    def _drop(self, task: Task, error: SpecmeshError) -> None:
-        """A fork without an answer: whoever asks for it later is told why."""
+    def _note(self, task: Task, error: SpecmeshError) -> None:
+        """A fork without a whole answer: whoever asks for it later is told why."""
         logger.debug("work ahead failed", extra={"reason": error.reason, "detail": error.message})
-        if isinstance(error, NumericFault):  # NaN stays in what it has written
+        if task.is_tainted or isinstance(error, NumericFault):  # NaN stays in what it has written
             self._executor.clear(self._pages.private_pages(task.session))
 
 

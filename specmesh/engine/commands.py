@@ -36,7 +36,7 @@ from specmesh.errors import (
     StaleRound,
     TooBusy,
 )
-from specmesh.metrics import ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.spans import Key
 from specmesh.telemetry import Telemetry
 from specmesh.wire_errors import error_to_message
@@ -151,6 +151,7 @@ class CommandDesk:
 
     def end(self, session: Session) -> None:
         """Close a session: commands at work are dropped unanswered, pages go back to the pool."""
+        self._scheduler.release(session)
         if session.task is not None:
             self._scheduler.drop(session.task)
             if session.task in self.completed:
@@ -158,7 +159,6 @@ class CommandDesk:
             self._end_span(session.task, self._observers.clock_ns())
             session.task = None
         session.queued.clear()
-        self._scheduler.release(session)
         self._table.remove(session)
 
     def end_link(self, link: Link) -> None:
@@ -300,7 +300,18 @@ class CommandDesk:
         session.last_used_ns = now
         session.task = None
         queue_us = sum(answer.spent.queue_ns for answer in task.answers) // 1000
-        self._observers.metrics.observe_command(self._role.wire.kind, "ok", queue_us)
+        outcome = "ok" if task.fault is None else task.fault.reason
+        self._observers.metrics.observe_command(self._role.wire.kind, outcome, queue_us)
+        if task.fault is not None:
+            logger.warning(
+                "a command was answered in part",
+                extra={
+                    "session_id": session.session_id,
+                    "reason": outcome,
+                    "detail": task.fault.message,
+                },
+            )
+            Telemetry.fail(task.span, task.fault)
         self._end_span(task, now)
         self._start_next(session)
 

@@ -106,8 +106,11 @@ class Role(Protocol):
 
         An outcome is the answer's message or a Part (the ledger is committed then), None when the
         task wants more tokens fed (`fed` or the confirmed prefix grew), or an error: the engine
-        then undoes the command back to its last answer.
+        then undoes the command back to its last answer, but for what `salvage` makes of it.
         """
+
+    def salvage(self, task: Task) -> Any | None:
+        """The answer to a task that cannot go on, where it can have one all the same."""
 
     def looks_ahead(self, task: Task) -> bool:
         """Whether an answered task wants to know what may follow it."""

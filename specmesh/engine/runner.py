@@ -28,9 +28,9 @@ from specmesh.engine.busy_poll import EnginePoller
 from specmesh.engine.commands import CommandDesk, Observers
 from specmesh.engine.executor import Device, Executor, StepExecutor, StepOutcome
 from specmesh.engine.pages import PageTables
-from specmesh.engine.role import Finished, Part, Role
+from specmesh.engine.role import Finished, Part, Role, isolated
 from specmesh.engine.scheduler import Scheduler, Step, Task
-from specmesh.engine.sessions import Limits, Link, Request, Session, SessionTable
+from specmesh.engine.sessions import Limits, Link, Request, SessionTable
 from specmesh.engine.waits import Apart, Arrival, Aside, Leaving, Waiting, block_on
 from specmesh.errors import InternalError, NumericFault, SpecmeshError, TooBusy
 
@@ -88,6 +88,7 @@ class Engine:
             options.token_budget,
             options.prefill_chunk,
             lambda task: self._desk.answer_deferred(task),
+            lambda tainted: self._executor.clear(tainted),
         )
         self._desk = CommandDesk(self._table, self._scheduler, role, observers)
         self._executor = make_executor(device, observers.clock_ns)
@@ -357,9 +358,7 @@ class Engine:
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device's context is lost: no later pass can succeed
             for task in tasks:
-                self._desk.fail(
-                    task, InternalError(f"the forward pass failed: {type(error).__name__}")
-                )
+                self._fail(task, InternalError(f"the forward pass failed: {type(error).__name__}"))
             return
         for task in (*outcome.unfinished, *outcome.left):
             self._scheduler.add(task)
@@ -434,20 +433,20 @@ class Engine:
                 self._fail(entry.task, outcome)
             else:
                 if entry.task.is_tainted:
-                    self._wipe(entry.task.session)
+                    self._scheduler.wipe(entry.task.session)
                 self._desk.commit(entry.task, outcome)
-                if not isinstance(outcome, Part):
+                if not isinstance(outcome, Part) and entry.task.fault is None:
                     self._ahead.consider(entry.task, outcome)
 
     def _fail(self, task: Task, error: SpecmeshError) -> None:
-        if isinstance(error, NumericFault):
-            self._wipe(task.session)
-        self._desk.fail(task, error)
-
-    def _wipe(self, session: Session) -> None:
-        """Drop K/V that may hold NaN, which masking does not silence; rebuilt when needed."""
-        self._executor.clear(self._scheduler.private_pages(session))
-        self._scheduler.release(session)
+        if task.is_tainted or isinstance(error, NumericFault):
+            self._scheduler.wipe(task.session)
+        answer = isolated(self._role.salvage, task)
+        if answer is None or isinstance(answer, SpecmeshError):
+            self._desk.fail(task, error)
+        else:
+            task.fault = task.fault or error
+            self._desk.commit(task, answer)
 
     def _flush(self) -> list[Link]:
         """Send what is to be sent; returns the links that got any of it."""

@@ -18,6 +18,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from specmesh.engine.pages import PageTables
 from specmesh.engine.sessions import Checkpoint, Request, Session
+from specmesh.errors import SpecmeshError
 from specmesh.ledger import Boundaries
 
 NOTHING_OVERWRITTEN = 1 << 62  # past every position
@@ -43,7 +44,8 @@ class Task:
     well (candidates to verify, or those drawn so far). num_rows: how many of the last tokens fed
     need logits. is_deferred: it was answered DEFERRED since its last answer; was_deferred: ever.
     reserve_len: it writes K/V at no position from here on. role_state: the role's.
-    is_tainted: K/V that it wrote may hold NaN, though nothing it was asked for does.
+    is_tainted: K/V that it wrote may hold NaN, though nothing it is answered with does. fault: why
+    it is answered with less than it might be, None where it is not: reported, and no failure.
     answers: what it was answered so far (specmesh/engine/answers.py); checkpoint, before, since_ns,
     times and counts of passes begin anew with each of them.
     Times in nanoseconds of the engine's clock.
@@ -62,6 +64,7 @@ class Task:
     is_deferred: bool = False
     was_deferred: bool = False
     is_tainted: bool = False
+    fault: SpecmeshError | None = None
     overwritten_from: int = NOTHING_OVERWRITTEN
     ready_ns: int = 0
     queue_ns: int = 0
@@ -155,15 +158,18 @@ class Scheduler:
         token_budget: int,
         prefill_chunk: int,
         on_deferred: Callable[[Task], None],
+        clear: Callable[[list[int]], None],
     ) -> None:
         """token_budget: token rows of a pass over all sessions; prefill_chunk: of one session.
 
-        on_deferred is called when a command first loses, or fails to get, its pages.
+        on_deferred is called when a command first loses, or fails to get, its pages. clear zeroes
+        pages.
         """
         self._pages = pages
         self._token_budget = token_budget
         self._prefill_chunk = prefill_chunk
         self._on_deferred = on_deferred
+        self._clear = clear
         self._ready: deque[Task] = deque()
         self._deferred: list[Task] = []
         self._holders: dict[int, Session] = {}  # sessions with pages, by serial
@@ -194,12 +200,19 @@ class Scheduler:
         """Offer a session's full confirmed pages to the prefix cache."""
         self._pages.publish(session)
 
-    def private_pages(self, session: Session) -> list[int]:
-        """Pages that nobody but this session can read."""
-        return self._pages.private_pages(session)
+    def wipe(self, session: Session) -> None:
+        """Drop K/V that may hold NaN, which masking does not silence; rebuilt when needed."""
+        self._clear(self._pages.private_pages(session))
+        self._free(session)
 
     def release(self, session: Session) -> None:
         """Free the pages of a session that ends. Never call it while a pass is running."""
+        if session.task is not None and session.task.is_tainted:
+            self.wipe(session)
+        else:
+            self._free(session)
+
+    def _free(self, session: Session) -> None:
         self._pages.release(session)
         self._holders.pop(session.serial, None)
 

@@ -33,8 +33,10 @@ class Gate:
         self._num_kept = self._num_passes = 0
         keep = Foresight.keep
 
-        def counting(foresight: Foresight, drafted: tuple[int, ...], ahead: Ahead) -> None:
-            keep(foresight, drafted, ahead)
+        def counting(
+            foresight: Foresight, drafted: tuple[int, ...], num_asked: int, ahead: Ahead
+        ) -> None:
+            keep(foresight, drafted, num_asked, ahead)
             with self._changed:
                 self._num_kept += 1
                 self._changed.notify()

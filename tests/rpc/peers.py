@@ -91,7 +91,7 @@ async def running(side: str, decoder: PrefixDecoder, setup: Setup | None = None)
         page_size=setup.page_size,
     )
     if side == "draft":
-        role = Proposer(max_num_draft_tokens=8)
+        role = Proposer(8, max_message_bytes=setup.max_message_bytes)
         response_type = draft_pb2.DraftServiceLinkResponse
     else:
         options = VerifierOptions(vocab_size, 8, MAX_PLAIN_STEPS, setup.max_message_bytes)

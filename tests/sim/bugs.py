@@ -253,8 +253,8 @@ def outcome_told_of_other_candidates(patch: MonkeyPatch) -> None:
     were kept."""
     keep = Foresight.keep
 
-    def reordered(self: Foresight, drafted: Sequence[int], ahead: Ahead) -> None:
-        keep(self, drafted, ahead)
+    def reordered(self: Foresight, drafted: Sequence[int], num_asked: int, ahead: Ahead) -> None:
+        keep(self, drafted, num_asked, ahead)
         for path, each in self._by_path.items():  # what other rounding might have drawn
             self._by_path[path] = replace(each, tokens=each.tokens[::-1], rows=each.rows[::-1])
 

@@ -34,6 +34,7 @@ from specmesh.config import (
     SpeculationSettings,
     TelemetrySettings,
 )
+from specmesh.coordinator_metrics import CoordinatorMetrics
 from specmesh.engine.block_pool import BlockPool
 from specmesh.engine.commands import Observers
 from specmesh.engine.executor import Device
@@ -43,7 +44,7 @@ from specmesh.engine.serving import ServiceState
 from specmesh.engine.sessions import Limits
 from specmesh.engine.waits import block_on
 from specmesh.errors import NotReady
-from specmesh.metrics import CoordinatorMetrics, ServiceMetrics
+from specmesh.service_metrics import ServiceMetrics
 from specmesh.telemetry import Telemetry
 from target_service.candidates import RedrawCheck
 from target_service.service import TargetServicer
@@ -224,6 +225,7 @@ class ServiceHost:
             salt=salt,
             own_weight=setup.own_weight,
             is_honest=self._is_honest,
+            nan_after=setup.nan_after if side == "draft" else (),
         )
         limits = Limits(setup.vocab_size, VOCAB_HASH, 4096, 64, num_pages, setup.page_size)
         observers = Observers(

@@ -135,6 +135,8 @@ def _taped(tape: Tape, *, drafts_ahead: bool) -> Iterator[None]:
         return _Uniform(tape, (seed, position, base_len, "coin"))
 
     def shape(logits: Tensor, _shaping: Any, vocab_size: int, _suppressed: Any = ()) -> Tensor:
+        if bool(logits.isnan().any()):
+            raise FloatingPointError("NaN")
         return logits[:vocab_size].clone()
 
     with ExitStack() as stack:

@@ -94,7 +94,8 @@ class TinyModel:
     """Implements Decoder's interface. own_weight 0: every salt gives the same logits.
 
     is_honest: what it fed is what it says it drew. A draft that lies about a candidate which is
-    then kept has the K/V of another token: its own affair, and not checked.
+    then kept has the K/V of another token: its own affair, and not checked. nan_after: prefixes
+    after which the logits are NaN.
     """
 
     def __init__(
@@ -104,12 +105,14 @@ class TinyModel:
         salt: int = 0,
         own_weight: float = 0.3,
         is_honest: bool = True,
+        nan_after: Sequence[Sequence[int]] = (),
     ) -> None:
         self.spec = TinySpec(vocab_size, vocab_size + 1)
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.salt = salt
         self.is_honest = is_honest
+        self._nan_digests = {extend_digest(EMPTY_DIGEST, prefix) for prefix in nan_after}
         self.own_weight = own_weight
         self.fingerprint = f"tiny-{salt}"
         self.expected: list[list[int]] = []  # per sequence of the next pass: its tokens
@@ -120,6 +123,8 @@ class TinyModel:
         return self._logits(extend_digest(EMPTY_DIGEST, prefix))
 
     def _logits(self, digest: int) -> Tensor:
+        if digest in self._nan_digests:
+            return torch.full((self.spec.num_embeddings,), torch.nan)
         return logits_of(digest, self.salt, self.own_weight, self.spec.vocab_size)
 
     def forward(self, batch: StepBatch, cache: TinyCache) -> Tensor:

@@ -49,7 +49,8 @@ class Setup:
     """How the system is built and what is asked of it. steady: latency and passes do not vary.
 
     chain_lens: the target takes passes of plain decoding in chains of these lengths, drawn anew
-    each time, and answers after each chain, as a device does.
+    each time, and answers after each chain, as a device does. nan_after: prefixes after which a
+    draft's logits are NaN.
     """
 
     seed: int
@@ -72,6 +73,7 @@ class Setup:
     audit_ratio: float = 0.0
     draft_prefill: str = "auto"
     one_device: bool = False
+    nan_after: tuple[tuple[int, ...], ...] = ()
     max_unread_chunks: int = 64
     pass_s: float = 0.003
     steady: bool = False

@@ -19,7 +19,7 @@ from tests.sim.caller import Caller, drawn_request
 from tests.sim.hosts import IDLE_S, TOKEN_BYTES, CoordinatorHost, ServiceHost
 from tests.sim.loop import SimLoop, SimSecrets, SimTime
 from tests.sim.model import DeviceFailure, TinyModel
-from tests.sim.options import Faults, Setup
+from tests.sim.options import Setup
 from tests.sim.oracle import Oracle
 from tests.sim.transport import NODE, Channel, Network, node_task_factory, run_on
 
@@ -59,10 +59,10 @@ class _Errors(logging.Handler):
     An honest draft must never be taken for a liar, nor be given up where no device failed.
     """
 
-    def __init__(self, failures: list[str], faults: Faults) -> None:
+    def __init__(self, failures: list[str], setup: Setup) -> None:
         super().__init__(logging.WARNING)
         self._failures = failures
-        self._faults = faults
+        self._faults, self._has_nan = setup.faults, bool(setup.nan_after)
 
     @property
     def _may_lose_parts(self) -> bool:
@@ -71,7 +71,7 @@ class _Errors(logging.Handler):
         return bool(faults.drop or faults.delay or faults.replay)
 
     def _may_be_off(self, reason: str) -> bool:
-        if reason == "draft_error" and self._faults.pass_failures:
+        if reason == "draft_error" and (self._faults.pass_failures or self._has_nan):
             return True
         return bool(self._faults.lie)
 
@@ -386,7 +386,7 @@ def _simulated(network: Network) -> Iterator[None]:
 
 @contextmanager
 def _watched(failures: list[str], setup: Setup) -> Iterator[None]:
-    handler = _Errors(failures, setup.faults)
+    handler = _Errors(failures, setup)
     root = logging.getLogger()
     root.addHandler(handler)
     level, propagating = root.level, logging.lastResort

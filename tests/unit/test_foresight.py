@@ -64,11 +64,11 @@ def proposal(*tokens: int) -> Proposal:
     return Proposal(tokens, tuple(f"row {token}" for token in tokens), (0.01,) * len(tokens))
 
 
-def foresight_of(*continuations: Continuation, stop_ids: Sequence[int] = ()) -> Foresight:
+def foresight_of(*continuations: Continuation) -> Foresight:
     """After a proposal of 5, 6, 7."""
-    foresight = Foresight(frozenset(stop_ids))
+    foresight = Foresight()
     foresight.answered((5, 6, 7))
-    foresight.keep((5, 6, 7), Ahead(continuations))
+    foresight.keep((5, 6, 7), K, Ahead(continuations))
     return foresight
 
 
@@ -85,12 +85,21 @@ def test_a_continuation_is_found_by_the_tokens_that_lead_to_it() -> None:
 
 
 def test_a_round_takes_as_many_candidates_as_it_wants() -> None:
-    """Fewer are a beginning, with their rows; more were not drafted, unless a stop id ends them."""
+    """Fewer are a beginning, with their rows; more were not drafted, whatever ends them."""
     continuation = Continuation(0, 9, proposal(1, 2, 3))
     assert foresight_of(continuation).take((9,), 2) == proposal(1, 2)
     assert foresight_of(continuation).take((9,), 4) is None
     assert foresight_of(continuation).take((9,), 0) is None
-    assert foresight_of(continuation, stop_ids=[3]).take((9,), 4) == proposal(1, 2, 3)
+
+
+def test_a_continuation_that_was_cut_is_taken_as_any_other() -> None:
+    """It is what the draft would answer; left out for its length it were left out by its values."""
+    cut = replace(proposal(1, 2), is_cut=True)
+    continuation = Continuation(0, 9, cut)
+    assert foresight_of(continuation).take((9,), 3) == cut
+    assert foresight_of(continuation).take((9,), 2) == proposal(1, 2)
+    assert foresight_of(continuation).take((9,), 1) == proposal(1)
+    assert foresight_of(continuation).take((9,), 4) is None
 
 
 @pytest.mark.parametrize(
@@ -124,14 +133,14 @@ def test_a_draft_that_does_not_answer_is_told_of_nothing_kept() -> None:
 def test_a_draft_that_works_in_vain_is_let_alone_for_a_while() -> None:
     """After four proposals in a row whose continuations never came in time none is asked for with
     the next 64; one that comes begins the count anew."""
-    foresight = Foresight(frozenset())
+    foresight = Foresight()
     assert [foresight.num_worth(8) for _ in range(3)] == [8] * 3
-    foresight.keep((5,), Ahead(()))
+    foresight.keep((5,), 1, Ahead(()))
     assert [foresight.num_worth(8) for _ in range(4)] == [8] * 4
     assert [foresight.num_worth(8) for _ in range(NUM_RESTS)] == [0] * NUM_RESTS
     assert [foresight.num_worth(8) for _ in range(4)] == [8] * 4
     assert foresight.num_worth(8) == 0
-    assert [Foresight(frozenset()).num_worth(0) for _ in range(9)] == [0] * 9
+    assert [Foresight().num_worth(0) for _ in range(9)] == [0] * 9
 
 
 # ---------------------------------------------------------------- rounds

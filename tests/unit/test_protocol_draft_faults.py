@@ -127,8 +127,8 @@ def test_draft_that_never_answers_is_left() -> None:
     ],
 )
 def test_draft_errors(reason: str, label: str, again: bool) -> None:
-    """Each draft error is a k = 0 round with its reason; final are those that may come with a token
-    that was drawn, for a draft that fails on some tokens only proposes from another law."""
+    """Each draft error is a k = 0 round with its reason; final are those that would come again with
+    the same prefix. None follows from a token that was drawn: such a proposal is cut."""
     loopback = loopback_of()
 
     def fail(action: Action) -> None:

@@ -29,6 +29,7 @@ from tests.sim.fakes import (
     FakeTarget,
     Loopback,
     Reply,
+    agreeable,
     judge,
     make_session,
 )
@@ -40,11 +41,18 @@ from tests.unit.session_plan import WANTED, plan_of
     "corrupt",
     [
         lambda p: Proposal(p.tokens[:-1]) if len(p.tokens) > 1 else p,
+        lambda p: Proposal((), is_cut=True) if p.tokens else p,
         lambda p: Proposal((*p.tokens, 1)) if p.tokens else p,
         lambda p: Proposal(tuple(VOCAB_SIZE for _ in p.tokens)),
         lambda p: Proposal(p.tokens, rows=tuple(b"row" for _ in p.tokens)),
     ],
-    ids=["too few", "too many", "outside the vocabulary", "rows where none belong"],
+    ids=[
+        "too few",
+        "cut before the first",
+        "too many",
+        "outside the vocabulary",
+        "rows where none belong",
+    ],
 )
 def test_bad_proposals_switch_the_draft_off(corrupt: Callable[[Proposal], Proposal]) -> None:
     """A proposal whose content fails a check is never judged and the draft never asked again."""
@@ -55,6 +63,21 @@ def test_bad_proposals_switch_the_draft_off(corrupt: Callable[[Proposal], Propos
     assert len(asked) == 2  # the fill and the first proposal
     off = [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
     assert [action.reason for action in off] == ["draft_bad_proposal"]
+
+
+def test_a_cut_proposal_is_judged_as_far_as_it_goes() -> None:
+    """Fewer candidates than asked for, with the word that nothing could be drawn behind them: they
+    are judged, the draft is asked again and told of those that were kept."""
+
+    def cut(proposal: Proposal) -> Proposal:
+        return Proposal(proposal.tokens[:1], is_cut=True) if len(proposal.tokens) > 1 else proposal
+
+    loopback = loopback_of(draft=FakeDraft(model=agreeable, corrupt=cut))
+    stats = finish(loopback).stats
+    drafted = [record for record in loopback.records if record.draft_replica]
+    assert {record.num_draft_tokens for record in drafted} == {1}
+    assert stats.num_accepted == stats.num_draft_tokens == len(drafted) > 3
+    assert not [action for action in loopback.others if isinstance(action, DraftSwitchedOff)]
 
 
 def test_missing_rows_are_a_bad_proposal_under_the_residual_rule() -> None:

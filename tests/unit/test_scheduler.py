@@ -19,8 +19,13 @@ class Bench:
     def __init__(self, num_pages: int, token_budget: int = 32, prefill_chunk: int = 8) -> None:
         self.pool = BlockPool(num_pages, PAGE_SIZE)
         self.deferred: list[Task] = []
+        self.cleared: list[int] = []
         self.scheduler = Scheduler(
-            PageTables(self.pool), token_budget, prefill_chunk, self.deferred.append
+            PageTables(self.pool),
+            token_budget,
+            prefill_chunk,
+            self.deferred.append,
+            self.cleared.extend,
         )
         self._num_sessions = 0
 
@@ -244,3 +249,18 @@ def test_nobody_is_preempted_for_pages_that_would_not_come_free() -> None:
     assert bench.scheduler.num_preemptions == 0
     assert sharer.session.block_table != []
     assert [task.session.serial for task in bench.deferred] == [1]
+
+
+def test_pages_that_may_hold_nan_are_zeroed_when_they_are_given_up() -> None:
+    """By a session that is preempted or ends while its command is at work; others give theirs up as
+    they are."""
+    bench = Bench(num_pages=4)
+    tasks = [bench.task(2 * PAGE_SIZE), bench.task(2 * PAGE_SIZE)]
+    bench.scheduler.compose()
+    held = [set(task.session.block_table) for task in tasks]
+    tasks[1].is_tainted = True
+    bench.scheduler.release(tasks[0].session)
+    assert bench.cleared == []
+    bench.scheduler.release(tasks[1].session)
+    assert set(bench.cleared) == held[1]
+    assert bench.pool.num_used == 0

@@ -104,11 +104,13 @@ class Continuation(_message.Message):
     def __init__(self, num_accepted: _Optional[int] = ..., closing_token: _Optional[int] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("tokens", "distributions", "dropped_mass")
+    __slots__ = ("tokens", "distributions", "dropped_mass", "is_cut")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_MASS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     distributions: _containers.RepeatedCompositeFieldContainer[_session_pb2.Distribution]
     dropped_mass: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Iterable[_Union[_session_pb2.Distribution, _Mapping]]] = ..., dropped_mass: _Optional[_Iterable[float]] = ...) -> None: ...
+    is_cut: bool
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Iterable[_Union[_session_pb2.Distribution, _Mapping]]] = ..., dropped_mass: _Optional[_Iterable[float]] = ..., is_cut: _Optional[bool] = ...) -> None: ...
