@@ -33,7 +33,7 @@ from kernels.configs.layers import LinearTiles, Specialised, launches_early, lin
 from kernels.fp8_weight import Fp8Weight
 from kernels.linear_kernels import _finish_kernel, _linear_kernel
 from kernels.linear_persistent import fits_persistent, launch_persistent
-from kernels.linear_specialised import fits, launch_specialised
+from kernels.linear_specialised import begins_on_16, fits, launch_specialised
 
 BLOCK_K = 64
 UNCUT_WIDTH = 12288  # weights of so many columns fill a device without splitting K: one chunk
@@ -96,8 +96,9 @@ def _is_cut_by_16(tensor: Tensor) -> bool:
 def _can_describe(tensor: Tensor, block: int) -> bool:
     """Whether bulk copies may read tiles: rows on 16 bytes, and no tile wider than the tensor."""
     aligned = tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.stride(1) == 1
-    on_boundary = tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
-    return aligned and on_boundary and tensor.shape[0] >= block and tensor.shape[1] >= BLOCK_K
+    return (
+        aligned and begins_on_16(tensor) and tensor.shape[0] >= block and tensor.shape[1] >= BLOCK_K
+    )
 
 
 def _launch_linear(

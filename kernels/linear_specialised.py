@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -321,10 +322,16 @@ def fits_multiprocessor(own: Specialised, swiglu: bool) -> bool:
     return has_registers and num_bytes <= SHARED_BYTES
 
 
+def begins_on_16(tensor: Tensor) -> bool:
+    """Whether it begins on 16 bytes; by its place in its storage where it has no memory."""
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
 def can_describe(tensor: Tensor) -> bool:
     """Whether bulk copies may read it: rows that begin on 16 bytes."""
-    begins_well = tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
-    return begins_well and tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0
+    return begins_on_16(tensor) and tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0
 
 
 def fits(
@@ -350,7 +357,8 @@ def fits(
         and depth % chunk == 0
         and chunk % own.step_k == 0
         and chunk // own.step_k >= own.num_stages
-        and grid_of(x.shape[0], num_weights, num_chunks, own)[2]
+        and own.least_programs
+        <= grid_of(x.shape[0], num_weights, num_chunks, own)[2]
         <= own.num_multiprocessors * own.at_once
         and can_describe(x)
         and can_describe(weight)

@@ -21,6 +21,18 @@ def _capability(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 132, an H200's, where tensors have no storage; 0 of a CPU."""
+    if device.type == "cuda":
+        return _multiprocessors(device.index or 0)
+    return 132 if device.type == "meta" else 0
+
+
 def architecture(device: torch.device) -> str:
     """Table key of a device: "sm_90", ..., or "cpu" (the interpreter).
 

@@ -7,11 +7,16 @@ row here. Made by `python -m kernels.configs.sweep`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels.configs import architecture
+from kernels.configs import architecture, multiprocessors
+
+# Of the device that launches of programs that run at once are made for. Parts of its architecture
+# that have fewer do without such launches.
+MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,8 @@ class Specialised:
     of step_k columns of K.
 
     A tile has rows and more_rows, 0 for none. split: programs share the chunks of K. at_once:
-    programs a multiprocessor holds, which share its registers and memory. num_multiprocessors: of
-    the device, as all programs run at once.
+    programs a multiprocessor holds, which share its registers and memory. All programs run at once,
+    on num_multiprocessors; fewer than least_programs would leave most of them idle.
     """
 
     groups: int
@@ -39,7 +44,8 @@ class Specialised:
     step_k: int = 64
     split: bool = False
     at_once: int = 1
-    num_multiprocessors: int = 132
+    num_multiprocessors: int = MULTIPROCESSORS
+    least_programs: int = 60
 
     def __post_init__(self) -> None:
         is_tile = self.rows in (32, 64, 128) and self.more_rows in (0, 8, 16, 32)
@@ -51,7 +57,7 @@ class Specialised:
 class Persistent:
     """Launch of `linear_persistent`: one program a multiprocessor."""
 
-    num_programs: int = 132
+    num_programs: int = MULTIPROCESSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,8 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
                          split=True)),
         (64, LinearTiles(64, 64, 4, 3, block_k=128, turned=True, descriptors=True, split=True,
                          specialised=Specialised(1, 6, 64, 0, step_k=128))),
+        (80, LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, descriptors=True,
+                         split=True, specialised=Specialised(2, 6, split=True))),
         (160, LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, descriptors=True,
                           split=True, specialised=Specialised(1, 12, 64, 16))),
         (320, LinearTiles(128, 64, 4, 4, more_m=32, block_k=128, turned=True, descriptors=True,
@@ -148,9 +156,9 @@ _LINEAR: dict[tuple[str, str], list[tuple[int, LinearTiles]]] = {
                               descriptors=True)),
     ],
 }  # fmt: skip
-# A stage of one-byte weights is half as large, so more columns of K are on their way. "wide" and
-# "middle" are not swept up to 16 rows; beyond 64 rows are those of weights of two bytes, whose
-# products take longer than their weights.
+# A stage of one-byte weights is half as large, so more columns of K are on their way. Swept: swiglu
+# and narrow, at 1, 5 and 64 rows. Beyond 64 rows are those of weights of two bytes, whose products
+# take longer than their weights.
 _FP8_SIXTEEN = LinearTiles(16, 64, 4, 6, block_k=128, turned=True, descriptors=True, split=True)
 _FP8_FIRST = {
     "swiglu": replace(_FP8_SIXTEEN, num_stages=3, block_k=256),
@@ -189,6 +197,12 @@ def launches_early(device: torch.device) -> bool:
     return architecture(device) == "sm_90"
 
 
+@cache
+def _at_any_time(tiles: LinearTiles) -> LinearTiles:
+    """Tiles whose programs need not run at once."""
+    return replace(tiles, specialised=None, persistent=None)
+
+
 def linear_kind(weight: Tensor, swiglu: bool) -> str:
     """The table's kind of a weight [n, depth], whatever the bytes of one."""
     columns = weight.shape[0]
@@ -208,5 +222,5 @@ def linear_tiles(x: Tensor, weight: Tensor, swiglu: bool) -> LinearTiles:
     kind = linear_kind(weight, swiglu)
     for most, tiles in _LINEAR.get((name, f"fp8 {kind}" if is_fp8 else kind), []):
         if x.shape[0] <= most:
-            return tiles
+            return tiles if multiprocessors(x.device) >= MULTIPROCESSORS else _at_any_time(tiles)
     return _LINEAR_FALLBACK

@@ -30,7 +30,6 @@ from kernels.linear_specialised import fits, fits_multiprocessor, grid_of
 PRESENT, LIBRARY = "present", "library"  # candidates that are not: the table's launch, cuBLAS
 SHARED_BYTES = 227 * 1024  # of a program
 MOST_AT_ONCE = 4  # programs a multiprocessor: fewer registers each would not hold the sums
-LEAST_PROGRAMS = 60  # of a specialised launch: fewer leave most of a device idle
 OF_A_LAYER = ("qkv", "out", "up", "down")
 
 _turned = partial(LinearTiles, turned=True, descriptors=True)
@@ -140,7 +139,7 @@ def _deepest(
     own = Specialised(groups, 1, *tile, step_k, split)
     programs = grid_of(len(x), len(weight), weight.shape[1] // chunk if split else 1, own)[2]
     at_once = -(-programs // own.num_multiprocessors) + spare
-    if programs < LEAST_PROGRAMS or at_once > MOST_AT_ONCE:
+    if programs < own.least_programs or at_once > MOST_AT_ONCE:
         return None
     for stages in range(chunk // step_k, 127 // step_k + 1, -1):
         own = Specialised(groups, stages, *tile, step_k, split, at_once)

@@ -69,10 +69,8 @@ def bench_stack(
     from specmesh.bench.stack_cases import CHAT_PROMPTS, selected, standard_cases
     from specmesh.launcher import new_log_dir
 
-    others = [_labelled(each) for each in other_draft]
+    others = _labelled(other_draft)
     labels = [label for label, _ in others]
-    if len(set(labels)) < len(labels):
-        raise InvalidRequest(f"a label twice among {', '.join(labels)}", field="other_draft")
     extra = settings_flags(set_, [*SERVICES, *_labelled_services(labels)])
     found = standard_cases(_counts(concurrency), labels)
     chosen = selected(found, [each for each in cases.split(",") if each])
@@ -165,11 +163,17 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _labelled(text: str) -> tuple[str, Path]:
-    label, equals, folder = text.partition("=")
-    if not equals or not label.isalnum():
-        raise InvalidRequest(f"{text!r} is not LABEL=DIR", field="other_draft")
-    return label, Path(folder)
+def _labelled(drafts: Sequence[str]) -> list[tuple[str, Path]]:
+    found = []
+    for text in drafts:
+        label, equals, folder = text.partition("=")
+        if not equals or not label.isalnum():
+            raise InvalidRequest(f"{text!r} is not LABEL=DIR", field="other_draft")
+        found.append((label, Path(folder)))
+    labels = [label for label, _ in found]
+    if len(set(labels)) < len(labels):
+        raise InvalidRequest(f"a label twice among {', '.join(labels)}", field="other_draft")
+    return found
 
 
 def _labelled_services(labels: Sequence[str]) -> list[str]:

@@ -98,7 +98,10 @@ def compiling_only(claims: Path) -> Iterator[None]:
             (claims / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
             return None
-        return do_compile(self, key, *rest)
+        kernel = do_compile(self, key, *rest)
+        if kernel is not None:
+            _ = kernel.run  # builds what launches it, and loads it
+        return kernel
 
     JITFunction.run, JITFunction._do_compile = run_nothing, compile_claimed
     try:
@@ -131,7 +134,7 @@ def compile_shapes(job: Job, claims: Path) -> int:
 def compile_ahead(job: Job, max_workers: int = MAX_WORKERS) -> None:
     """Compile a job's kernels by as many processes as cores allow, unless it was done before.
 
-    A worker that fails only leaves its share to be compiled later: that is logged. The mark is a
+    A worker that fails only leaves what it failed on to be compiled later: that is logged. The mark is a
     file in Triton's cache folder, named by everything that the kernels depend on.
     """
     mark = _cache_folder() / f"specmesh-{_digest(job)}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from kernels import linear as module
 from kernels import linear_specialised
@@ -16,7 +17,13 @@ from kernels.configs.sweep_layers import shown
 from kernels.fp8_weight import FP8
 from kernels.linear import chunk_depth, linear, linear_chunks
 from kernels.linear_norm import linear_norm
-from kernels.linear_specialised import fits, fits_multiprocessor, grid_of, registers_of
+from kernels.linear_specialised import (
+    begins_on_16,
+    fits,
+    fits_multiprocessor,
+    grid_of,
+    registers_of,
+)
 from tests.kernels.gluon_model import run_launch
 from tests.kernels.sm90_audit import recorded
 
@@ -58,15 +65,6 @@ def launches_of_the_table() -> list[Specialised]:
     return list(dict.fromkeys(own for own in of_rows if own is not None))
 
 
-@pytest.fixture
-def table_splits(monkeypatch: pytest.MonkeyPatch) -> Specialised:
-    """The table names a launch for 160 rows that stores chunks apart."""
-    own = Specialised(2, 6, split=True)
-    tiles = LinearTiles(128, 128, 8, 3, more_m=32, block_k=128, turned=True, specialised=own)
-    monkeypatch.setitem(layers._LINEAR, ("sm_90", "narrow"), [(160, tiles)])
-    return own
-
-
 @pytest.mark.parametrize("rows", [49, 64, 65, 129, 160, 161, 300, 320])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "depth"), [(6144, 4096), (4096, 4096), (4096, 14336)])
@@ -104,7 +102,9 @@ def test_everything_else_stays() -> None:
     assert kernel_of(x, meta(4096, 4096).T) == PRESENT
     assert kernel_of(x, meta(4352, 4096)) == PRESENT  # 68 x 2 tiles
     assert kernel_of(meta(160, 4096), meta(4352, 4096)) == PRESENT
-    assert kernel_of(meta(80, 4096), meta(4352, 4096)) == SPECIALISED
+    assert kernel_of(meta(64, 4096), meta(3840, 4096)) == SPECIALISED
+    assert kernel_of(meta(64, 4096), meta(3776, 4096)) == PRESENT  # 59 programs
+    assert kernel_of(meta(64, 8192), meta(2048, 8192)) == PRESENT  # 32
     assert kernel_of(meta(320, 1024), meta(4096, 1024)) == SPECIALISED  # one chunk
     assert kernel_of(meta(160, 1024), meta(4096, 1024)) == SPECIALISED
     assert kernel_of(meta(320, 1280), meta(4096, 1280)) == PRESENT  # chunks of five stages
@@ -112,13 +112,12 @@ def test_everything_else_stays() -> None:
     assert kernel_of(meta(64, 2048), meta(4096, 2048)) == PRESENT  # of four, of 128 columns
 
 
-@pytest.mark.usefixtures("table_splits")
 def test_what_a_split_leaves_to_the_launch_that_adds_does_not_matter() -> None:
     """Bias and activations; a product of one chunk has nothing to split."""
-    x, weight = meta(160, 4096), meta(4096, 4096)
+    x, weight = meta(80, 4096), meta(4096, 4096)
     assert kernel_of(x, weight, bias=meta(4096), activation="silu") == SPECIALISED
     assert kernel_of(x, weight, residual=x) == SPECIALISED
-    assert kernel_of(meta(160, 1024), meta(4096, 1024)) == PRESENT
+    assert kernel_of(meta(80, 1024), meta(4096, 1024)) == PRESENT
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -157,17 +156,43 @@ def test_the_fake_tells_a_finished_product(rows: int, width: int) -> None:
     kernel, made = heads_of(meta(rows, 4096), meta(width, 4096))
     if (rows, width) == (40, 4096):
         assert (kernel, made.shape) == (PRESENT, (4, rows, width))
+    elif (rows, width) == (65, 4096):
+        assert (kernel, made.shape) == (SPECIALISED, (4, rows, width))
     else:
         assert (kernel, made.shape) == (SPECIALISED, (rows, width))
 
 
-@pytest.mark.usefixtures("table_splits")
 def test_the_fake_tells_chunks_that_are_stored_apart() -> None:
-    """By the specialised launch's own split, as the general tile has none here."""
-    kernel, made = heads_of(meta(160, 4096), meta(4096, 4096))
-    assert (kernel, made.shape) == (SPECIALISED, (4, 160, 4096))
-    kernel, made = heads_of(meta(160, 1024), meta(4096, 1024))
-    assert (kernel, made.shape) == (PRESENT, (160, 4096))
+    """By the specialised launch's own split, and none where there is one chunk."""
+    kernel, made = heads_of(meta(80, 4096), meta(4096, 4096))
+    assert (kernel, made.shape) == (SPECIALISED, (4, 80, 4096))
+    kernel, made = heads_of(meta(80, 1024), meta(4096, 1024))
+    assert (kernel, made.shape) == (PRESENT, (80, 4096))
+
+
+def test_the_fake_sees_rows_off_their_16_bytes() -> None:
+    """By their place in their storage: what is fake has no memory to look at."""
+    weight = meta(6144, 4096)
+    for offset, own in ((0, SPECIALISED), (8, SPECIALISED), (4, PRESENT)):
+        x = meta(64, 4104)[:, offset : offset + 4096]
+        assert heads_of(x, weight)[0] == own, offset
+        with FakeTensorMode():
+            fake, fake_weight = torch.empty(64, 4104).bfloat16(), torch.empty(6144, 4096).bfloat16()
+            assert begins_on_16(fake[:, offset : offset + 4096]) == (own == SPECIALISED)
+            assert begins_on_16(fake_weight)
+
+
+def test_devices_with_fewer_multiprocessors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are to run at once are made for 132: parts of sm_90 with fewer take the general
+    kernel, split as it is."""
+    x, weight, head = meta(64, 4096), meta(6144, 4096), meta(128256, 4096)
+    assert linear_tiles(x, weight, False).specialised is not None
+    assert linear_tiles(meta(160, 4096), head, False).persistent is not None
+    monkeypatch.setattr(layers, "multiprocessors", lambda _device: 114)
+    assert linear_tiles(x, weight, False).specialised is None
+    assert linear_tiles(x, weight, False).split
+    assert linear_tiles(meta(160, 4096), head, False).persistent is None
+    assert kernel_of(x, weight) == PRESENT
 
 
 @pytest.mark.parametrize("rows", [49, 64])
@@ -243,7 +268,7 @@ def test_registers_of_the_table_are_those_that_were_measured() -> None:
     """One program a multiprocessor: no cap, 240 for a second warpgroup, and for the copies 24
     beside sums of 128 rows; and their stages are in memory beside what they leave."""
     found = launches_of_the_table()
-    assert len(found) == 6
+    assert len(found) == 7
     for own in found:
         assert registers_of(own) == (None, (240, 24 if own.rows == 128 else 40)), own
         assert fits_multiprocessor(own, False), own
@@ -389,7 +414,8 @@ def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
     found = set()
     for rows, width, depth in (
         (40, 6144, 4096), (64, 6144, 4096), (64, 4096, 4096), (64, 4096, 14336),
-        (160, 6144, 4096), (160, 4096, 4096), (320, 6144, 4096), (320, 4096, 14336),
+        (80, 4096, 14336), (160, 6144, 4096), (160, 4096, 4096), (320, 6144, 4096),
+        (320, 4096, 14336),
     ):  # fmt: skip
         x, weight = meta(rows, depth), meta(width, depth)
         own = linear_tiles(x, weight, False).specialised
@@ -397,7 +423,8 @@ def test_whole_chunks_of_the_contract_fill_the_pipeline() -> None:
         found.add(own)
         chunk = chunk_depth(weight, x.dtype)
         assert depth // chunk == 4
-        few = replace(own, num_multiprocessors=grid_of(rows, width, 1, own)[2] - 1)
+        programs = grid_of(rows, width, 4 if own.split else 1, own)[2]
+        few = replace(own, num_multiprocessors=programs - 1)
         assert fits(x, weight, None, None, "none", chunk, own)
         assert not fits(x, weight, None, None, "none", chunk, few)
         for num_stages in (own.num_stages - 1, own.num_stages):
@@ -412,6 +439,7 @@ def run_text(
 ) -> None:
     """Launch on small integers, whose sums are exact, in a model of barriers, copies and late
     products: several chunks and turns of the pipeline, rows and weights of views."""
+    own = replace(own, least_programs=1)
     steps, num_chunks = own.num_stages + 2, 3
     chunk, num_weights = own.step_k * steps, 128 * own.groups
     depth, width = chunk * num_chunks, num_weights // (2 if swiglu else 1)
@@ -538,7 +566,7 @@ def test_small_tiles_have_the_bits_of_the_other_kernel(
             for split, added in ways:
                 chunk = chunk_depth(weight, dtype)
                 # Several rounds are as good here.
-                big = replace(own, split=split, num_multiprocessors=4096)
+                big = replace(own, split=split, num_multiprocessors=4096, least_programs=1)
                 assert fits(x, weight, None, None, activation, chunk, big)
                 if not fits_multiprocessor(big, swiglu):
                     continue
