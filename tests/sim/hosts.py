@@ -226,6 +226,7 @@ class ServiceHost:
             own_weight=setup.own_weight,
             is_honest=self._is_honest,
             nan_after=setup.nan_after if side == "draft" else (),
+            nan_share=setup.nan_share if side == "draft" else 0.0,
         )
         limits = Limits(setup.vocab_size, VOCAB_HASH, 4096, 64, num_pages, setup.page_size)
         observers = Observers(

@@ -25,6 +25,8 @@ from specmesh.errors import SpecmeshError
 from specmesh.ledger import EMPTY_DIGEST, extend_digest
 from target_service.verifier import joined
 
+NAN_STREAM = 99  # no model's salt
+
 
 class WrongRead(BaseException):
     """A pass read K/V that is not of its prefix. Not an Exception: engines survive those."""
@@ -95,7 +97,7 @@ class TinyModel:
 
     is_honest: what it fed is what it says it drew. A draft that lies about a candidate which is
     then kept has the K/V of another token: its own affair, and not checked. nan_after: prefixes
-    after which the logits are NaN.
+    after which the logits are NaN; nan_share: of all prefixes.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TinyModel:
         own_weight: float = 0.3,
         is_honest: bool = True,
         nan_after: Sequence[Sequence[int]] = (),
+        nan_share: float = 0.0,
     ) -> None:
         self.spec = TinySpec(vocab_size, vocab_size + 1)
         self.device = torch.device("cpu")
@@ -113,6 +116,7 @@ class TinyModel:
         self.salt = salt
         self.is_honest = is_honest
         self._nan_digests = {extend_digest(EMPTY_DIGEST, prefix) for prefix in nan_after}
+        self._nan_share = nan_share
         self.own_weight = own_weight
         self.fingerprint = f"tiny-{salt}"
         self.expected: list[list[int]] = []  # per sequence of the next pass: its tokens
@@ -123,7 +127,8 @@ class TinyModel:
         return self._logits(extend_digest(EMPTY_DIGEST, prefix))
 
     def _logits(self, digest: int) -> Tensor:
-        if digest in self._nan_digests:
+        is_nan = bool(self._nan_share) and _noise(digest, NAN_STREAM, 1)[0] < self._nan_share
+        if is_nan or digest in self._nan_digests:
             return torch.full((self.spec.num_embeddings,), torch.nan)
         return logits_of(digest, self.salt, self.own_weight, self.spec.vocab_size)
 

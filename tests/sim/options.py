@@ -50,7 +50,7 @@ class Setup:
 
     chain_lens: the target takes passes of plain decoding in chains of these lengths, drawn anew
     each time, and answers after each chain, as a device does. nan_after: prefixes after which a
-    draft's logits are NaN.
+    draft's logits are NaN; nan_share: of all prefixes.
     """
 
     seed: int
@@ -74,6 +74,7 @@ class Setup:
     draft_prefill: str = "auto"
     one_device: bool = False
     nan_after: tuple[tuple[int, ...], ...] = ()
+    nan_share: float = 0.0
     max_unread_chunks: int = 64
     pass_s: float = 0.003
     steady: bool = False
@@ -148,7 +149,8 @@ def drawn_setup(seed: int) -> Setup:
     )
     if rng.random() < 0.15:
         setup = replace(setup, num_draft_tokens=0)
-    return replace(setup, num_ahead=rng.choice((0, 3, 16)))
+    nan_share = random.Random(f"nan {seed}").choice((0.0, 0.0, 0.05, 0.3))
+    return replace(setup, num_ahead=rng.choice((0, 3, 16)), nan_share=nan_share)
 
 
 def without(setup: Setup, *names: str) -> Setup:

@@ -62,7 +62,7 @@ class _Errors(logging.Handler):
     def __init__(self, failures: list[str], setup: Setup) -> None:
         super().__init__(logging.WARNING)
         self._failures = failures
-        self._faults, self._has_nan = setup.faults, bool(setup.nan_after)
+        self._faults, self._has_nan = setup.faults, bool(setup.nan_after or setup.nan_share)
 
     @property
     def _may_lose_parts(self) -> bool:
