@@ -134,8 +134,8 @@ def compile_shapes(job: Job, claims: Path) -> int:
 def compile_ahead(job: Job, max_workers: int = MAX_WORKERS) -> None:
     """Compile a job's kernels by as many processes as cores allow, unless it was done before.
 
-    A worker that fails only leaves what it failed on to be compiled later: that is logged. The mark is a
-    file in Triton's cache folder, named by everything that the kernels depend on.
+    A worker that fails only leaves what it failed on to be compiled later: that is logged. The mark
+    is a file in Triton's cache folder, named by everything that the kernels depend on.
     """
     mark = _cache_folder() / f"specmesh-{_digest(job)}"
     if mark.exists():
