@@ -48,14 +48,16 @@ class RpcLimits:
     """Explicit limits of a server or channel. gRPC's own defaults (4 MiB) are not relied upon.
 
     max_message_bytes caps both directions: a memory guard, so never -1. keepalive_*: a peer that
-    answers no ping within keepalive_timeout_s is gone. max_concurrent_rpcs is a backstop only;
-    admission is the services' own.
+    answers no ping within keepalive_timeout_s is gone. connect_timeout_s: of one attempt at least,
+    so that far peers and TLS have time. max_concurrent_rpcs is a backstop only; admission is the
+    services' own.
     """
 
     max_message_bytes: int = 64 * 1024 * 1024
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 5.0
     max_concurrent_rpcs: int = 4096
+    connect_timeout_s: float = 2.0
     max_reconnect_backoff_s: float = 2.0
 
 
@@ -104,7 +106,9 @@ def channel_options(limits: RpcLimits) -> Options:
         *_shared_options(limits),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # What an attempt has at least, TLS and round trips included; one that is refused ends at
+        # once all the same.
+        ("grpc.min_reconnect_backoff_ms", int(limits.connect_timeout_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(limits.max_reconnect_backoff_s * 1000)),
         ("grpc.service_config", json.dumps(service_config)),
     ]

@@ -238,3 +238,11 @@ async def test_channels_ignore_proxy_settings(service, monkeypatch) -> None:
             health_pb2.HealthCheckRequest(service=rpc.LIVENESS)
         )
     assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_an_attempt_to_connect_has_time_for_its_handshakes() -> None:
+    """gRPC gives an attempt no longer than the shortest wait between two: 100 ms, which the wait
+    after a refusal may be, is too short for TLS on a busy host or a far one."""
+    options = dict(rpc.channel_options(rpc.RpcLimits()))
+    assert options["grpc.min_reconnect_backoff_ms"] >= 1000
+    assert options["grpc.initial_reconnect_backoff_ms"] <= 100
