@@ -108,11 +108,15 @@ class WorkAhead:
         if not self._is_current(wish.task):
             return None
         forks: list[_Fork] = []
+        is_over = False
         try:
             self._fork_all(wish, forks, is_overtaken)
             answered = yield from self._run(forks, meanwhile, is_overtaken)
+            is_over = True
         finally:
             for fork in forks:
+                if fork.task.is_tainted or not is_over:  # NaN, or whatever a failed pass has left
+                    self._executor.clear(self._pages.private_pages(fork.task.session))
                 self._pages.release(fork.task.session)
         found = [
             (fork.outlook, answered[id(fork.task)]) for fork in forks if id(fork.task) in answered
@@ -220,7 +224,7 @@ class WorkAhead:
     def _note(self, task: Task, error: SpecmeshError) -> None:
         """A fork without a whole answer: whoever asks for it later is told why."""
         logger.debug("work ahead failed", extra={"reason": error.reason, "detail": error.message})
-        if task.is_tainted or isinstance(error, NumericFault):  # NaN stays in what it has written
+        if isinstance(error, NumericFault):  # NaN stays in what it has written
             self._executor.clear(self._pages.private_pages(task.session))
 
 

@@ -433,20 +433,28 @@ class Engine:
                 self._fail(entry.task, outcome)
             else:
                 if entry.task.is_tainted:
-                    self._scheduler.wipe(entry.task.session)
+                    self._keep_confirmed(entry.task)
                 self._desk.commit(entry.task, outcome)
                 if not isinstance(outcome, Part) and entry.task.fault is None:
                     self._ahead.consider(entry.task, outcome)
 
+    def _keep_confirmed(self, task: Task) -> None:
+        """Drop what a command wrote behind the confirmed prefix. That stays in the prefix cache:
+        the same base may be asked for again with the same noise, and what comes when must not
+        follow from what was drawn behind it."""
+        self._scheduler.publish(task.session)
+        self._scheduler.wipe(task.session)
+
     def _fail(self, task: Task, error: SpecmeshError) -> None:
-        if task.is_tainted or isinstance(error, NumericFault):
-            self._scheduler.wipe(task.session)
         answer = isolated(self._role.salvage, task)
         if answer is None or isinstance(answer, SpecmeshError):
+            if task.is_tainted or isinstance(error, NumericFault):
+                self._scheduler.wipe(task.session)
             self._desk.fail(task, error)
-        else:
-            task.fault = task.fault or error
-            self._desk.commit(task, answer)
+            return
+        task.fault = task.fault or error
+        self._keep_confirmed(task)  # a pass that failed may have written anything
+        self._desk.commit(task, answer)
 
     def _flush(self) -> list[Link]:
         """Send what is to be sent; returns the links that got any of it."""

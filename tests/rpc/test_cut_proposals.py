@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from protos.specmesh.v1 import draft_pb2
 from specmesh import wire
@@ -140,6 +143,63 @@ async def test_a_session_closed_between_its_passes_leaves_no_nan_behind() -> Non
         assert (await peer.answer()).WhichOneof("result") == "closed"
         assert not holds(service, bad)
         assert service.pool.num_used == 0
+
+
+async def test_a_cut_proposal_leaves_the_prefix_where_a_whole_one_does() -> None:
+    """The same base asked for again feeds as many tokens, whatever followed what was drawn."""
+    prompt = [(3 * index + 1) % 16 for index in range(41)]
+    fed = []
+    for nan_token in (None, (await whole(tokens=prompt)).tokens[0]):
+        decoder = PrefixDecoder()
+        rows = decoder.logits
+
+        def logits(prefix: Sequence[int], bad: int | None = nan_token, rows: Any = rows) -> Tensor:
+            is_behind = len(prefix) == len(prompt) + 1 and prefix[-1] == bad
+            return torch.full_like(rows(prefix), torch.nan) if is_behind else rows(prefix)
+
+        decoder.logits = logits
+        async with running("draft", decoder) as service, linked(service) as peer:
+            session = script(tokens=prompt)
+            assert (await proposed(peer, session)).proposal.is_cut is (nan_token is not None)
+            await peer.call(session.close())
+            again = await proposed(peer, script("again", prompt))
+            fed.append(again.timing.cached_tokens)
+    assert fed[0] == fed[1] > 0
+
+
+async def test_forks_given_up_between_their_passes_leave_no_nan_behind() -> None:
+    """A command comes while forks go on behind a row that holds no law."""
+    setup = Setup(num_pages=256)
+    async with running("draft", PrefixDecoder(), setup) as service, linked(service) as peer:
+        drafted = (await proposed(peer, script(policy=AUTO), NUM_AHEAD)).proposal.tokens
+        firsts = [each.proposal.tokens[0] for each in (await peer.answer()).ahead.continuations]
+    bad = next(token for token in firsts if token not in (*drafted, *PROMPT))
+    decoder = PrefixDecoder(nan_token=bad)
+    async with running("draft", decoder, setup) as service, linked(service) as peer:
+        session = script(policy=AUTO)
+        entered, arrived = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            if len(decoder.calls) == K + 3 and not entered.is_set():  # the forks' third pass
+                entered.set()
+                assert arrived.wait(10)
+
+        decoder.calls.clear()
+        decoder.before_pass = hold
+        proposal = (await proposed(peer, session, NUM_AHEAD)).proposal
+        assert not proposal.is_cut
+        while not entered.is_set():
+            await peer.send()
+        assert holds(service, bad)
+        session.tokens += [proposal.tokens[0], (proposal.tokens[1] + 1) % 16]
+        await peer.send(session.propose(1, 1))
+        while service.engine.num_waiting == 0:
+            await peer.send()
+        arrived.set()
+        assert (await peer.answer()).WhichOneof("result") == "proposal"
+        await peer.call(session.close())
+        assert service.pool.num_used == 0
+        assert not holds(service, bad)
 
 
 @pytest.mark.parametrize("num_passes", range(K))

@@ -20,9 +20,11 @@ from draft_service import proposer
 from draft_service.proposer import Proposer
 from protos.specmesh.v1 import generation_pb2 as pb
 from protos.specmesh.v1 import session_pb2
+from specmesh.engine.runner import Engine
 from tests.sim.model import DeviceFailure, TinyModel
 from tests.sim.options import Setup
 from tests.sim.test_law_under_faults import crashes_of, law_is_kept, tiny
+from tests.sim.world import Crash
 
 Prefixes = Sequence[tuple[int, ...]]
 PROMPT = (0, 1)
@@ -33,6 +35,7 @@ BEFORE_ANY: Prefixes = [(*PROMPT, 0)]
 # Three tokens behind the prompt that end so, of whatever round.
 AFTER_THREE: Prefixes = [(*PROMPT, *two, 0) for two in itertools.product(range(2), repeat=2)]
 BETWEEN_PASSES_S = 0.0075  # the first proposal's second pass is over, its third is not
+ASKED_AGAIN_S = 0.0105  # the first proposal has come, its round is not over
 WITH_CONTINUATIONS_S = 0.0125  # those of the first are there
 
 
@@ -68,6 +71,28 @@ def test_law_of_cut_continuations(at_s: float | None) -> None:
     setup, request = failing(AFTER_THREE, 2, num_ahead=2)
     request.max_tokens = 5
     assert law_is_kept(setup, request, [] if at_s is None else crashes_of(("draft",), at_s))
+
+
+def asked_again() -> tuple[Setup, pb.GenerateRequest, list[Crash]]:
+    """A caller is lost and resumes, with the same noise at the same base; then the draft is."""
+    setup, request = failing(AFTER_ONE, 2, page_size=1, token_budget=1, prefill_chunk=1)
+    request.max_tokens = 4
+    crashes = [Crash(ASKED_AGAIN_S, "caller", 0.05), Crash(ASKED_AGAIN_S + 0.005, "draft", 2.0)]
+    return replace(setup, draft_prefill="after_first_token"), request, crashes
+
+
+def test_law_where_a_cut_base_is_asked_for_again() -> None:
+    """What is confirmed stays in the prefix cache behind a cut proposal as behind a whole one: else
+    the same candidates come later the next time, by what follows them."""
+    assert law_is_kept(*asked_again())
+
+
+def test_a_prefix_that_a_cut_proposal_takes_along_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the command wrote is dropped, what was confirmed before it as well."""
+    monkeypatch.setattr(
+        Engine, "_keep_confirmed", lambda self, task: self._scheduler.wipe(task.session)
+    )
+    assert not law_is_kept(*asked_again())
 
 
 def test_law_where_a_pass_fails_behind_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
