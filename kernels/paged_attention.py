@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_inputs import FreshRows, fresh_queries, write_fresh
-from kernels.attention_scores import tanh
+from kernels.attention_scores import head_columns, tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
 from kernels.configs.layers import launches_early
 from kernels.early_launch import begin as begin_step
@@ -347,11 +347,6 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, options: AttentionOptions)
         raise ValueError("paged attention takes no query_offset and no dropout")
 
 
-def _padded(head_dim: int) -> int:
-    """Columns of a tile that holds a head: a matrix instruction takes no fewer than 16."""
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 def _page_descriptors(
     k_pool: Tensor, v_pool: Tensor, tiles: PagedTiles
 ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
@@ -360,7 +355,7 @@ def _page_descriptors(
     They need tiles inside pages, an unpadded head_dim and 16-byte aligned strides.
     """
     page, head_dim = k_pool.shape[2:]
-    if not tiles.descriptors or page % tiles.tile or head_dim != _padded(head_dim):
+    if not tiles.descriptors or page % tiles.tile or head_dim != head_columns(head_dim):
         return None
     for pool in (k_pool, v_pool):
         if pool.data_ptr() % 16 or any(s * pool.element_size() % 16 for s in pool.stride()[:3]):
@@ -398,7 +393,7 @@ def launch(
     )
     group = num_heads // kv_heads
     num_seqs = batch.context_lens.numel()
-    block_d = _padded(head_dim)
+    block_d = head_columns(head_dim)
     out = k_pool.new_empty((num_tokens, num_heads, head_dim))
     lse = k_pool.new_empty((num_tokens, num_heads), dtype=torch.float32)
     if not out.numel():

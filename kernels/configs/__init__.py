@@ -12,6 +12,8 @@ from functools import cache
 
 import torch
 
+# Of an H200, which launches of programs that run at once are made for.
+MULTIPROCESSORS = 132
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when decorating
 
 
@@ -27,10 +29,10 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; 132, an H200's, where tensors have no storage; 0 of a CPU."""
+    """Multiprocessors of a device; an H200's where tensors have no storage; 0 of a CPU."""
     if device.type == "cuda":
         return _multiprocessors(device.index or 0)
-    return 132 if device.type == "meta" else 0
+    return MULTIPROCESSORS if device.type == "meta" else 0
 
 
 def architecture(device: torch.device) -> str:

@@ -12,11 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.configs import architecture, multiprocessors
-
-# Of the device that launches of programs that run at once are made for. Parts of its architecture
-# that have fewer do without such launches.
-MULTIPROCESSORS = 132
+from kernels.configs import MULTIPROCESSORS, architecture, multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +195,7 @@ def launches_early(device: torch.device) -> bool:
 
 @cache
 def _at_any_time(tiles: LinearTiles) -> LinearTiles:
-    """Tiles whose programs need not run at once."""
+    """Tiles whose programs need not run at once, for devices with fewer multiprocessors."""
     return replace(tiles, specialised=None, persistent=None)
 
 
