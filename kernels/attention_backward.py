@@ -21,10 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_forward import Inputs, descriptor_pair
-from kernels.attention_scores import head_columns, keep_tile, tanh, visible_tile
+from kernels.attention_scores import keep_tile, tanh, visible_tile
 from kernels.configs.attention import Tiles, backward_tiles
 from kernels.reference_attention import AttentionOptions
-from kernels.softmax_state import dot
+from kernels.softmax_state import dot, matrix_columns
 
 _ROW_PADDING = 128  # the largest BLOCK_M of a table: row values load without a mask
 
@@ -411,7 +411,7 @@ def _row_values(grad_out: Tensor, inputs: Inputs, saved: Saved) -> _Rows:
         *inputs.strides(saved.out), *inputs.strides(grad_out),
         *inputs.lse_strides(saved.lse), *inputs.lse_strides(point),
         num_rows, padded, inputs.num_heads,
-        HEAD_DIM=inputs.head_dim, BLOCK_D=head_columns(inputs.head_dim), BLOCK_M=block,
+        HEAD_DIM=inputs.head_dim, BLOCK_D=matrix_columns(inputs.head_dim), BLOCK_M=block,
     )  # fmt: skip
     return _Rows(grad_out, point, delta)
 
@@ -432,7 +432,7 @@ def _constants(inputs: Inputs, options: AttentionOptions, tiles: Tiles) -> dict[
     return {
         "GROUP": inputs.num_heads // inputs.num_kv_heads,
         "HEAD_DIM": inputs.head_dim,
-        "BLOCK_D": head_columns(inputs.head_dim),
+        "BLOCK_D": matrix_columns(inputs.head_dim),
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "CAUSAL": options.causal,

@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.attention_scores import head_columns, keep_tile, tanh, visible_tile
+from kernels.attention_scores import keep_tile, tanh, visible_tile
 from kernels.attention_specialised import fits, launch_specialised
 from kernels.configs.attention import Tiles, forward_tiles
 from kernels.reference_attention import AttentionOptions
-from kernels.softmax_state import dot, finalize, weigh
+from kernels.softmax_state import dot, finalize, matrix_columns, weigh
 
 
 @triton.jit
@@ -288,7 +288,7 @@ def descriptor_pair(
     fewer than 16 columns are not. rows 0: the configuration does not ask for them.
     """
     head_dim = inputs.head_dim
-    if not rows or inputs.packing is not None or head_dim != head_columns(head_dim):
+    if not rows or inputs.packing is not None or head_dim != matrix_columns(head_dim):
         return None
     for tensor in tensors:
         bytes_apart = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
@@ -347,7 +347,7 @@ def launch_forward(
         *inputs.score_strides(inputs.mask),
         inputs.num_queries, inputs.num_keys, inputs.num_heads,
         GROUP=inputs.num_heads // inputs.num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=head_columns(head_dim), BLOCK_M=tiles.block_m,
+        BLOCK_D=matrix_columns(head_dim), BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, CAUSAL=options.causal, WINDOW=options.window is not None,
         SOFTCAP=options.softcap > 0.0, BOTTOM_RIGHT=options.query_offset is None,
         FOLDED=options.softcap == 0.0 and inputs.bias is None and scale > 0.0,

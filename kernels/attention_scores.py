@@ -16,11 +16,6 @@ from kernels.reference_attention import DROPOUT_STREAM
 _DROPOUT_STREAM = tl.constexpr(DROPOUT_STREAM)
 
 
-def head_columns(head_dim: int) -> int:
-    """Columns of a tile that holds a head: a matrix instruction takes no fewer than 16."""
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 @triton.jit
 def tanh(x):
     """Hyperbolic tangent to a few ulp: a series near 0, where 1 - e^(-2|x|) would cancel.

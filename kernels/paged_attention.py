@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_inputs import FreshRows, fresh_queries, write_fresh
-from kernels.attention_scores import head_columns, tanh
+from kernels.attention_scores import tanh
 from kernels.configs.attention import PagedTiles, paged_tiles
 from kernels.configs.layers import launches_early
 from kernels.early_launch import begin as begin_step
@@ -35,7 +35,7 @@ from kernels.reference_attention import (
     AttentionOptions,
     PagedBatch,
 )
-from kernels.softmax_state import dot, finalize, merge, weigh
+from kernels.softmax_state import dot, finalize, matrix_columns, merge, weigh
 
 MAX_VERIFY_LEN = 8  # queries a sequence may bring to a verify launch
 
@@ -355,7 +355,7 @@ def _page_descriptors(
     They need tiles inside pages, an unpadded head_dim and 16-byte aligned strides.
     """
     page, head_dim = k_pool.shape[2:]
-    if not tiles.descriptors or page % tiles.tile or head_dim != head_columns(head_dim):
+    if not tiles.descriptors or page % tiles.tile or head_dim != matrix_columns(head_dim):
         return None
     for pool in (k_pool, v_pool):
         if pool.data_ptr() % 16 or any(s * pool.element_size() % 16 for s in pool.stride()[:3]):
@@ -393,7 +393,7 @@ def launch(
     )
     group = num_heads // kv_heads
     num_seqs = batch.context_lens.numel()
-    block_d = head_columns(head_dim)
+    block_d = matrix_columns(head_dim)
     out = k_pool.new_empty((num_tokens, num_heads, head_dim))
     lse = k_pool.new_empty((num_tokens, num_heads), dtype=torch.float32)
     if not out.numel():

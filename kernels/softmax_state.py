@@ -166,7 +166,7 @@ def softmax_state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tenso
     m, l, u = _outputs(num_rows, values.shape[1], scores)  # noqa: E741
     _state_kernel[(triton.cdiv(num_rows, _ROWS),)](
         scores, values, m, l, u, num_rows, num_keys, values.shape[1],
-        ROWS=_ROWS, KEYS=_KEYS, DIM=_padded(values.shape[1]),
+        ROWS=_ROWS, KEYS=_KEYS, DIM=matrix_columns(values.shape[1]),
     )  # fmt: skip
     return m, l, u
 
@@ -181,7 +181,7 @@ def merge_states(m: Tensor, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tenso
     outputs = _outputs(num_rows, value_dim, u)
     _merge_kernel[(triton.cdiv(num_rows, _ROWS),)](
         m.contiguous(), l.contiguous(), u.contiguous(), *outputs, num_states, num_rows, value_dim,
-        ROWS=_ROWS, DIM=_padded(value_dim), enable_fp_fusion=False,
+        ROWS=_ROWS, DIM=matrix_columns(value_dim), enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
 
@@ -191,12 +191,21 @@ def finalize_state(m: Tensor, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  #
     num_rows, value_dim = u.shape
     out, lse = torch.empty_like(u), torch.empty_like(m)
     _finalize_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        m, l, u.contiguous(), out, lse, num_rows, value_dim, ROWS=_ROWS, DIM=_padded(value_dim)
+        m,
+        l,
+        u.contiguous(),
+        out,
+        lse,
+        num_rows,
+        value_dim,
+        ROWS=_ROWS,
+        DIM=matrix_columns(value_dim),
     )
     return out, lse
 
 
-def _padded(dim: int) -> int:
+def matrix_columns(dim: int) -> int:
+    """Columns of a tile that holds `dim` of them: a matrix instruction takes no fewer than 16."""
     return max(16, triton.next_power_of_2(dim))
 
 

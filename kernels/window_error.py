@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import attention
-from kernels.attention_scores import head_columns, tanh, visible_tile
+from kernels.attention_scores import tanh, visible_tile
 from kernels.configs.attention import forward_tiles
 from kernels.reference_attention import AttentionOptions
-from kernels.softmax_state import dot
+from kernels.softmax_state import dot, matrix_columns
 
 
 @triton.jit(do_not_specialize=["window", "query_offset"])
@@ -84,7 +84,7 @@ def window_error_bound(
         options.offset_for(num_queries, num_keys), *q.stride(), *k.stride(), *lse.stride()[:2],
         num_queries, num_keys, num_heads,
         GROUP=num_heads // kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=head_columns(head_dim), BLOCK_M=tiles.block_m,
+        BLOCK_D=matrix_columns(head_dim), BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, CAUSAL=options.causal, SOFTCAP=options.softcap > 0.0,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
